@@ -1,0 +1,211 @@
+//! Admission: the step from [`crate::Invocation`] to [`Permit`].
+//!
+//! A permit is the right to run one call. It is RAII: dropping it, for whatever reason and on whatever thread, gives
+//! the place to the next in line. The decision itself is `queue.rs`; here are only the lock, the clock and the waiting.
+
+mod queue;
+#[cfg(test)]
+mod simulation;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use tokio::sync::oneshot;
+
+pub use self::queue::{Account, Depth};
+use self::queue::{Decision, Queue, Ticket};
+use crate::config::Config;
+use crate::failure::Rejection;
+
+type Waiter = oneshot::Sender<()>;
+
+pub struct Admission {
+    queue: Mutex<Queue<Waiter>>,
+    started: Instant,
+    wait_max: Duration,
+    closed: AtomicBool,
+}
+
+/// The right to run one call now.
+pub struct Permit {
+    admission: Arc<Admission>,
+    account: Arc<Account>,
+    /// How long the call waited for it.
+    pub waited: Duration,
+}
+
+impl Admission {
+    pub fn new(config: Arc<Config>) -> Arc<Admission> {
+        let (running_max, waiting_max) = (config.server.concurrency_max, config.server.queue_max);
+        let wait_max = config.server.queue_wait();
+        let queue = Queue::new(running_max, waiting_max, Box::new(move |tenant| config.limits_of(tenant)));
+        Arc::new(Admission {
+            queue: Mutex::new(queue),
+            started: Instant::now(),
+            wait_max,
+            closed: AtomicBool::new(false),
+        })
+    }
+
+    /// Waits for a place, but no longer than `[server] queue_wait_ms_max` nor past `deadline`.
+    pub async fn admit(self: &Arc<Self>, tenant: &str, deadline: Instant) -> Result<Permit, Rejection> {
+        if self.closed.load(Ordering::Acquire) {
+            return Err(Rejection::ShuttingDown);
+        }
+        let mut turn = None;
+        let decision = self.queue.lock().arrive(tenant, self.started.elapsed(), || {
+            let (waiter, receiver) = oneshot::channel();
+            turn = Some(receiver);
+            waiter
+        });
+        let (ticket, account) = match decision {
+            Decision::Admitted(account) => return Ok(self.permit(account, Duration::ZERO)),
+            Decision::Rejected(rejection) => return Err(rejection),
+            Decision::Waiting(ticket, account) => (ticket, account),
+        };
+        let mut place = InLine { admission: self.clone(), account: account.clone(), ticket: Some(ticket) };
+        let arrived = Instant::now();
+        let until = deadline.min(arrived + self.wait_max);
+        let granted = match turn {
+            Some(receiver) => tokio::time::timeout_at(until.into(), receiver).await,
+            None => return Err(Rejection::ShuttingDown),
+        };
+        match granted {
+            Ok(Ok(())) => {
+                place.ticket = None;
+                Ok(self.permit(account, arrived.elapsed()))
+            }
+            Ok(Err(_)) => Err(Rejection::ShuttingDown),
+            Err(_) => Err(self.waited_too_long(&account)),
+        }
+    }
+
+    /// From now on every call is refused; those running keep their permits.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    pub fn depth(&self) -> Depth {
+        self.queue.lock().depth()
+    }
+
+    pub fn account(&self, tenant: &str) -> Arc<Account> {
+        self.queue.lock().account(tenant, self.started.elapsed())
+    }
+
+    pub fn accounts(&self) -> Vec<(Arc<Account>, Depth)> {
+        self.queue.lock().accounts()
+    }
+
+    fn permit(self: &Arc<Self>, account: Arc<Account>, waited: Duration) -> Permit {
+        Permit { admission: self.clone(), account, waited }
+    }
+
+    fn release(&self, tenant: &str) {
+        // The lock is let go before the waiter is woken. A waiter that vanished meanwhile finds itself granted when its
+        // `InLine` drops, and departs from there.
+        let granted = self.queue.lock().depart(tenant);
+        if let Some(granted) = granted {
+            let _ = granted.waiter.send(());
+        }
+    }
+
+    fn waited_too_long(&self, account: &Account) -> Rejection {
+        let why = "the call waited as long as it may";
+        let retry_after = Duration::from_secs(1);
+        let queue = self.queue.lock();
+        let own = queue.accounts().into_iter().find(|(a, _)| a.name == account.name).map(|(_, d)| d);
+        let Depth { running, waiting } = queue.depth();
+        match own {
+            Some(own) if own.running >= account.limits.concurrency_max => Rejection::TenantBusy {
+                tenant: account.name.to_string(),
+                running: own.running,
+                queued: own.waiting,
+                why,
+                retry_after,
+            },
+            _ => Rejection::ServerBusy { running, queued: waiting, why, retry_after },
+        }
+    }
+}
+
+impl Permit {
+    pub fn account(&self) -> &Arc<Account> {
+        &self.account
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        self.admission.release(&self.account.name);
+    }
+}
+
+/// A place in the line; leaving it early (timeout, client gone) must neither keep it nor lose a grant.
+struct InLine {
+    admission: Arc<Admission>,
+    account: Arc<Account>,
+    ticket: Option<Ticket>,
+}
+
+impl Drop for InLine {
+    fn drop(&mut self) {
+        let Some(ticket) = self.ticket else { return };
+        let still_waiting = self.admission.queue.lock().give_up(&self.account.name, ticket);
+        if !still_waiting {
+            self.admission.release(&self.account.name);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Limits, Server};
+
+    fn admission(running_max: usize, wait_ms: u64) -> Arc<Admission> {
+        let server = Server { concurrency_max: running_max, queue_wait_ms_max: wait_ms, ..Server::default() };
+        let limits = Limits { concurrency_max: 4, ..Limits::default() };
+        Admission::new(Arc::new(Config { server, limits, ..Config::default() }))
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(60)
+    }
+
+    #[tokio::test]
+    async fn permits_return_when_holders_and_waiters_vanish() {
+        let admission = admission(1, 60_000);
+        let first = admission.admit("a", soon()).await.unwrap();
+        for _ in 0..100 {
+            let waiting = admission.admit("b", soon());
+            assert!(tokio::time::timeout(Duration::from_micros(10), waiting).await.is_err());
+        }
+        assert_eq!(admission.depth(), Depth { running: 1, waiting: 0 });
+
+        // A waiter that is granted and dropped without ever being polled again gives the place back.
+        let mut granted = Box::pin(admission.admit("b", soon()));
+        assert!(futures_util::poll!(granted.as_mut()).is_pending());
+        drop(first);
+        assert_eq!(admission.depth(), Depth { running: 1, waiting: 0 });
+        drop(granted);
+        assert_eq!(admission.depth(), Depth::default());
+        drop(admission.admit("c", soon()).await.unwrap());
+    }
+
+    #[tokio::test]
+    async fn waiting_ends_with_a_reason() {
+        let admission = admission(1, 5);
+        let _held = admission.admit("a", soon()).await.unwrap();
+        let refused = admission.admit("b", soon()).await.err().unwrap();
+        assert!(matches!(refused, Rejection::ServerBusy { running: 1, .. }), "{refused}");
+        admission.close();
+        assert!(matches!(admission.admit("b", soon()).await.err().unwrap(), Rejection::ShuttingDown));
+    }
+}

@@ -1,0 +1,348 @@
+//! Who may run now, who waits, who is refused: the decision alone, as a state machine without clocks, threads or
+//! futures. `admission/mod.rs` wraps it for the server; the simulator in `admission/simulation.rs` drives it in virtual
+//! time. Not to be confused with the job queue (`jobs.rs`), which is durable.
+//!
+//! Fairness is stride scheduling: each tenant carries a `pass` that advances by `STRIDE / weight` when one of its calls
+//! starts, and a freed place goes to the waiting tenant with the smallest pass. A tenant that was quiet re-enters at
+//! the pass of the last start, so silence earns no credit and a newcomer waits for no backlog but its own.
+//!
+//! Invariants: `running ≤ running_max`, each tenant's `running` ≤ its own limit, and a call waits only while no place
+//! is free that its tenant may use.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::Duration;
+
+use crate::config::Limits;
+use crate::failure::Rejection;
+
+/// Pass added per start at weight 1; divisible by small weights without rounding.
+const STRIDE: u64 = 1 << 20;
+
+/// Idle tenants are forgotten beyond this many, so that made-up tenant names cannot grow the map without bound.
+const TENANTS_MAX: usize = 10_000;
+
+/// When full, ask again after this long: a typical call is over by then.
+const BUSY_RETRY: Duration = Duration::from_secs(1);
+
+/// A tenant's name, limits and the memory its running instances hold; shared by its permits.
+#[derive(Debug)]
+pub struct Account {
+    pub name: Arc<str>,
+    pub limits: Limits,
+    pub memory_used_bytes: AtomicU64,
+}
+
+pub type Ticket = u64;
+
+/// What becomes of an arriving call.
+#[derive(Debug)]
+pub enum Decision {
+    Admitted(Arc<Account>),
+    Waiting(Ticket, Arc<Account>),
+    Rejected(Rejection),
+}
+
+/// A waiting call whose turn has come.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Granted<W> {
+    pub ticket: Ticket,
+    pub waiter: W,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Depth {
+    pub running: usize,
+    pub waiting: usize,
+}
+
+struct Tenant<W> {
+    account: Arc<Account>,
+    bucket: Bucket,
+    running: usize,
+    waiting: VecDeque<Granted<W>>,
+    pass: u64,
+}
+
+pub struct Queue<W> {
+    running_max: usize,
+    waiting_max: usize,
+    tenants: HashMap<Arc<str>, Tenant<W>>,
+    /// Tenants with someone waiting, smallest pass first.
+    order: BTreeSet<(u64, Arc<str>)>,
+    total: Depth,
+    /// Pass of the most recent start: where newcomers enter.
+    pass_now: u64,
+    next_ticket: Ticket,
+    limits_of: Box<dyn Fn(&str) -> Limits + Send>,
+}
+
+impl<W> Queue<W> {
+    pub fn new(running_max: usize, waiting_max: usize, limits_of: Box<dyn Fn(&str) -> Limits + Send>) -> Self {
+        Queue {
+            running_max,
+            waiting_max,
+            tenants: HashMap::new(),
+            order: BTreeSet::new(),
+            total: Depth::default(),
+            pass_now: 0,
+            next_ticket: 0,
+            limits_of,
+        }
+    }
+
+    /// A call of `tenant` arrives at `now` (any monotonic time). `waiter` is made only if it must wait.
+    pub fn arrive(&mut self, tenant: &str, now: Duration, waiter: impl FnOnce() -> W) -> Decision {
+        let (total, running_max, waiting_max) = (self.total, self.running_max, self.waiting_max);
+        let state = self.tenant(tenant, now);
+        let limits = &state.account.limits;
+        if let Err(retry_after) = state.bucket.take(limits, now) {
+            return Decision::Rejected(Rejection::RateLimited {
+                tenant: tenant.to_owned(),
+                per_second: limits.rate_per_second,
+                retry_after,
+            });
+        }
+        if state.waiting.is_empty() && state.running < limits.concurrency_max && total.running < running_max {
+            let account = state.account.clone();
+            self.start(tenant);
+            return Decision::Admitted(account);
+        }
+        if state.waiting.len() >= limits.queue_max {
+            return Decision::Rejected(Rejection::TenantBusy {
+                tenant: tenant.to_owned(),
+                running: state.running,
+                queued: state.waiting.len(),
+                why: "its queue is full",
+                retry_after: BUSY_RETRY,
+            });
+        }
+        if total.waiting >= waiting_max {
+            return Decision::Rejected(Rejection::ServerBusy {
+                running: total.running,
+                queued: total.waiting,
+                why: "the queue is full",
+                retry_after: BUSY_RETRY,
+            });
+        }
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        let pass_now = self.pass_now;
+        let state = self.tenant(tenant, now);
+        if state.waiting.is_empty() {
+            state.pass = state.pass.max(pass_now);
+        }
+        state.waiting.push_back(Granted { ticket, waiter: waiter() });
+        let entry = (state.pass, state.account.name.clone());
+        let account = state.account.clone();
+        self.order.insert(entry);
+        self.total.waiting += 1;
+        Decision::Waiting(ticket, account)
+    }
+
+    /// A running call of `tenant` ended. Its place goes to the returned waiter, if any may use it.
+    pub fn depart(&mut self, tenant: &str) -> Option<Granted<W>> {
+        let state = self.tenants.get_mut(tenant)?;
+        state.running = state.running.saturating_sub(1);
+        self.total.running = self.total.running.saturating_sub(1);
+        self.grant()
+    }
+
+    /// A waiting call gave up. Returns whether it was still waiting; if not, it was granted and must depart.
+    pub fn give_up(&mut self, tenant: &str, ticket: Ticket) -> bool {
+        let Some(state) = self.tenants.get_mut(tenant) else { return false };
+        let Some(at) = state.waiting.iter().position(|w| w.ticket == ticket) else { return false };
+        state.waiting.remove(at);
+        if state.waiting.is_empty() {
+            self.order.remove(&(state.pass, state.account.name.clone()));
+        }
+        self.total.waiting -= 1;
+        true
+    }
+
+    pub fn depth(&self) -> Depth {
+        self.total
+    }
+
+    /// The account of a tenant, made on first sight.
+    pub fn account(&mut self, tenant: &str, now: Duration) -> Arc<Account> {
+        self.tenant(tenant, now).account.clone()
+    }
+
+    /// Each known tenant with its depth and memory, for the API and metrics.
+    pub fn accounts(&self) -> Vec<(Arc<Account>, Depth)> {
+        let depth = |t: &Tenant<W>| Depth { running: t.running, waiting: t.waiting.len() };
+        self.tenants.values().map(|t| (t.account.clone(), depth(t))).collect()
+    }
+
+    fn grant(&mut self) -> Option<Granted<W>> {
+        if self.total.running >= self.running_max {
+            return None;
+        }
+        let may_run = |name: &Arc<str>| {
+            self.tenants.get(name).is_some_and(|t| t.running < t.account.limits.concurrency_max)
+        };
+        let (pass, name) = self.order.iter().find(|(_, name)| may_run(name)).cloned()?;
+        self.order.remove(&(pass, name.clone()));
+        self.total.waiting -= 1;
+        let granted = self.tenants.get_mut(&name)?.waiting.pop_front()?;
+        self.start(&name);
+        let state = self.tenants.get(&name)?;
+        if !state.waiting.is_empty() {
+            self.order.insert((state.pass, name));
+        }
+        Some(granted)
+    }
+
+    fn start(&mut self, tenant: &str) {
+        if let Some(state) = self.tenants.get_mut(tenant) {
+            state.running += 1;
+            self.total.running += 1;
+            state.pass = state.pass.max(self.pass_now);
+            self.pass_now = state.pass;
+            state.pass += STRIDE / u64::from(state.account.limits.weight);
+        }
+    }
+
+    fn tenant(&mut self, name: &str, now: Duration) -> &mut Tenant<W> {
+        if !self.tenants.contains_key(name) {
+            if self.tenants.len() >= TENANTS_MAX {
+                let held = |t: &Tenant<W>| Arc::strong_count(&t.account) > 1;
+                self.tenants.retain(|_, t| t.running > 0 || !t.waiting.is_empty() || held(t) || !t.bucket.is_full(now));
+            }
+            let limits = (self.limits_of)(name);
+            let name: Arc<str> = name.into();
+            let account = Account { name: name.clone(), limits, memory_used_bytes: AtomicU64::new(0) };
+            let bucket = Bucket { tokens: f64::from(account.limits.rate_burst), at: now, limits: account.limits.clone() };
+            let account = Arc::new(account);
+            let fresh = Tenant { account, bucket, running: 0, waiting: VecDeque::new(), pass: 0 };
+            return self.tenants.entry(name).or_insert(fresh);
+        }
+        // The entry exists; looking it up again is what lets the borrow end above.
+        self.tenants.get_mut(name).expect("checked above")
+    }
+}
+
+/// Requests a tenant may still start: refilled at its rate, never above its burst.
+struct Bucket {
+    tokens: f64,
+    at: Duration,
+    limits: Limits,
+}
+
+impl Bucket {
+    fn take(&mut self, limits: &Limits, now: Duration) -> Result<(), Duration> {
+        if limits.rate_per_second == 0.0 {
+            return Ok(());
+        }
+        self.refill(now);
+        if self.tokens >= 1.0 {
+            self.tokens -= 1.0;
+            return Ok(());
+        }
+        Err(Duration::from_secs_f64((1.0 - self.tokens) / limits.rate_per_second))
+    }
+
+    fn refill(&mut self, now: Duration) {
+        let gained = now.saturating_sub(self.at).as_secs_f64() * self.limits.rate_per_second;
+        self.tokens = (self.tokens + gained).min(f64::from(self.limits.rate_burst));
+        self.at = now;
+    }
+
+    fn is_full(&mut self, now: Duration) -> bool {
+        self.refill(now);
+        self.limits.rate_per_second == 0.0 || self.tokens >= f64::from(self.limits.rate_burst)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn queue(running_max: usize, limits: Limits) -> Queue<&'static str> {
+        Queue::new(running_max, 100, Box::new(move |_| limits.clone()))
+    }
+
+    fn arrive(queue: &mut Queue<&'static str>, tenant: &str, waiter: &'static str) -> Decision {
+        queue.arrive(tenant, Duration::ZERO, || waiter)
+    }
+
+    #[test]
+    fn a_freed_place_goes_round_the_tenants_not_down_the_line() {
+        let mut q = queue(1, Limits::default());
+        assert!(matches!(arrive(&mut q, "flood", ""), Decision::Admitted(_)));
+        for waiter in ["f1", "f2", "f3"] {
+            assert!(matches!(arrive(&mut q, "flood", waiter), Decision::Waiting(..)));
+        }
+        assert!(matches!(arrive(&mut q, "quiet", "q1"), Decision::Waiting(..)));
+        assert_eq!(q.depart("flood").unwrap().waiter, "q1");
+        assert_eq!(q.depart("quiet").unwrap().waiter, "f1");
+    }
+
+    #[test]
+    fn weights_share_places() {
+        let limits_of = |name: &str| Limits { weight: if name == "heavy" { 3 } else { 1 }, ..Limits::default() };
+        let mut q: Queue<&'static str> = Queue::new(1, 1000, Box::new(limits_of));
+        arrive(&mut q, "light", "");
+        for _ in 0..40 {
+            arrive(&mut q, "heavy", "heavy");
+            arrive(&mut q, "light", "light");
+        }
+        let mut running = "light";
+        let mut heavy = 0;
+        for _ in 0..40 {
+            running = q.depart(running).unwrap().waiter;
+            heavy += usize::from(running == "heavy");
+        }
+        assert!((29..=31).contains(&heavy), "{heavy} of 40 places went to weight 3 of 4");
+    }
+
+    #[test]
+    fn a_tenant_at_its_own_limit_does_not_block_the_others() {
+        let mut q = queue(10, Limits { concurrency_max: 1, queue_max: 1, ..Limits::default() });
+        arrive(&mut q, "a", "");
+        assert!(matches!(arrive(&mut q, "a", "a2"), Decision::Waiting(..)));
+        assert!(matches!(
+            arrive(&mut q, "a", "a3"),
+            Decision::Rejected(Rejection::TenantBusy { running: 1, queued: 1, .. })
+        ));
+        assert!(matches!(arrive(&mut q, "b", ""), Decision::Admitted(_)));
+        assert_eq!(q.depart("b"), None, "a is at its limit, so nobody may take the place");
+        assert_eq!(q.depart("a").unwrap().waiter, "a2");
+    }
+
+    #[test]
+    fn giving_up_frees_the_line_and_says_whether_it_was_too_late() {
+        let mut q = queue(1, Limits::default());
+        arrive(&mut q, "a", "");
+        let Decision::Waiting(first, _) = arrive(&mut q, "a", "a1") else { panic!("should wait") };
+        let Decision::Waiting(second, _) = arrive(&mut q, "a", "a2") else { panic!("should wait") };
+        assert!(q.give_up("a", first));
+        assert_eq!(q.depart("a").unwrap().ticket, second);
+        assert!(!q.give_up("a", second), "already granted: it must depart instead");
+        assert_eq!(q.depth(), Depth { running: 1, waiting: 0 });
+    }
+
+    #[test]
+    fn the_rate_refills_and_says_when() {
+        let mut q = queue(100, Limits { rate_per_second: 10.0, rate_burst: 2, ..Limits::default() });
+        let mut at = |ms| q.arrive("a", Duration::from_millis(ms), || "");
+        assert!(matches!(at(0), Decision::Admitted(_)));
+        assert!(matches!(at(0), Decision::Admitted(_)));
+        let Decision::Rejected(Rejection::RateLimited { retry_after, .. }) = at(50) else { panic!("over the rate") };
+        assert!((45..=55).contains(&retry_after.as_millis()), "{retry_after:?}");
+        assert!(matches!(at(101), Decision::Admitted(_)));
+    }
+
+    #[test]
+    fn made_up_tenants_are_forgotten() {
+        let mut q = queue(10, Limits::default());
+        for n in 0..TENANTS_MAX * 2 {
+            let name = format!("t{n}");
+            assert!(matches!(q.arrive(&name, Duration::ZERO, || ""), Decision::Admitted(_)));
+            q.depart(&name);
+        }
+        assert!(q.tenants.len() <= TENANTS_MAX + 1, "{}", q.tenants.len());
+    }
+}

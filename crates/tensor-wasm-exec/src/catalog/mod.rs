@@ -1,0 +1,482 @@
+//! The catalog: which functions exist, which revisions they have and which of them get traffic.
+//!
+//! The whole of it is in memory (a few hundred bytes per function) for lookups, and in the store for good; a change is
+//! visible only after it is on disk. It knows names and bytes, not how to compile or run them (`compile.rs`,
+//! `pool.rs`). What it finds damaged at start it sets aside and says so, and serves the rest.
+
+mod files;
+pub mod record;
+pub(crate) mod store;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use parking_lot::{Mutex, RwLock};
+use rand::Rng;
+
+pub(crate) use self::files::Files;
+pub use self::record::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Settings, Share, check_name};
+pub use self::store::StoreError;
+use self::store::{Change, Read, Store, Table};
+use crate::failure::Rejection;
+
+/// Locks that serialise changes of one function; two functions rarely share one.
+const LOCKS: usize = 64;
+
+/// Weights are parts of this many at most, so that their sum cannot overflow.
+pub const WEIGHT_MAX: u32 = 10_000;
+
+pub struct Catalog {
+    pub(crate) files: Files,
+    pub(crate) store: Store,
+    index: RwLock<Index>,
+    /// Who refers to a source; without anyone its file goes.
+    references: Mutex<HashMap<Revision, Reference>>,
+    locks: Vec<tokio::sync::Mutex<()>>,
+}
+
+#[derive(Default)]
+struct Reference {
+    count: usize,
+    /// What it was found to be when it was compiled.
+    shape: Option<(Kind, Flavor)>,
+}
+
+#[derive(Default)]
+struct Index {
+    tenants: HashMap<Box<str>, Tenant>,
+    functions: usize,
+}
+
+#[derive(Default)]
+struct Tenant {
+    by_name: HashMap<Box<str>, Arc<FunctionRecord>>,
+    by_id: HashMap<Box<str>, Arc<FunctionRecord>>,
+}
+
+/// Something found damaged at start and set aside.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    pub what: String,
+    pub why: String,
+}
+
+/// A source kept alive while something works on it, whether or not a function refers to it already.
+pub(crate) struct Pinned<'a> {
+    catalog: &'a Catalog,
+    revision: Revision,
+}
+
+impl Catalog {
+    /// Opens a data directory, creating it if need be.
+    pub fn open(root: &Path) -> Result<(Catalog, Vec<Damage>), StoreError> {
+        let io = |e: std::io::Error| StoreError::Io { path: root.to_owned(), why: e.to_string() };
+        std::fs::create_dir_all(root).map_err(io)?;
+        let files = Files::open(root).map_err(io)?;
+        let mut damages = Vec::new();
+        let store = match Store::open(&files.store()).and_then(|store| {
+            // Reading everything is the check: a structure that cannot be walked is as bad as one that cannot be opened.
+            store.all::<serde_json::Value>(Table::Functions)?;
+            store.all::<serde_json::Value>(Table::Jobs)?;
+            Ok(store)
+        }) {
+            Ok(store) => store,
+            Err(StoreError::Damaged { path, why }) => {
+                tracing::error!(file = %path.display(), why, "the catalog is damaged; rebuilding it from the manifests");
+                damages.push(Damage {
+                    what: path.display().to_string(),
+                    why: format!("{why}; functions were rebuilt from manifests/, jobs and results are lost"),
+                });
+                files.quarantine(&path, &why);
+                rebuild(&files, &mut damages)?
+            }
+            Err(other) => return Err(other),
+        };
+        let mut catalog = Catalog {
+            files,
+            store,
+            index: RwLock::default(),
+            references: Mutex::default(),
+            locks: (0..LOCKS).map(|_| tokio::sync::Mutex::default()).collect(),
+        };
+        catalog.load(&mut damages)?;
+        Ok((catalog, damages))
+    }
+
+    /// The function a tenant calls `name`, by name or id.
+    pub fn resolve(&self, tenant: &str, name: &str) -> Result<Arc<FunctionRecord>, Rejection> {
+        let index = self.index.read();
+        let found = index.tenants.get(tenant).and_then(|t| t.by_name.get(name).or_else(|| t.by_id.get(name)));
+        found.cloned().ok_or_else(|| Rejection::NotFound {
+            what: "function",
+            name: name.chars().take(record::NAME_BYTES_MAX).collect(),
+            tenant: tenant.to_owned(),
+        })
+    }
+
+    /// A tenant's functions by name.
+    pub fn list(&self, tenant: &str) -> Vec<Arc<FunctionRecord>> {
+        let index = self.index.read();
+        let mut all: Vec<_> = index.tenants.get(tenant).map_or_else(Vec::new, |t| t.by_name.values().cloned().collect());
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all
+    }
+
+    pub fn len(&self) -> usize {
+        self.index.read().functions
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub(crate) fn count(&self, tenant: &str) -> usize {
+        self.index.read().tenants.get(tenant).map_or(0, |t| t.by_name.len())
+    }
+
+    /// Every function of every tenant.
+    pub(crate) fn everything(&self) -> Vec<Arc<FunctionRecord>> {
+        self.index.read().tenants.values().flat_map(|t| t.by_name.values().cloned()).collect()
+    }
+
+    /// Gives a function a new revision and all the traffic. Deploying what is already current changes only its settings.
+    pub(crate) async fn deploy(
+        &self,
+        tenant: &str,
+        name: &str,
+        revision: RevisionRecord,
+        revisions_max: usize,
+    ) -> Result<Arc<FunctionRecord>, Rejection> {
+        self.change(tenant, name, |old| {
+            let mut record = old.cloned().unwrap_or_else(|| FunctionRecord {
+                id: uuid::Uuid::now_v7().to_string(),
+                tenant: tenant.to_owned(),
+                name: name.to_owned(),
+                created_ms: now_ms(),
+                revisions: Vec::new(),
+                traffic: Vec::new(),
+            });
+            record.traffic = vec![Share { revision: revision.revision.clone(), weight: 1 }];
+            match record.revisions.iter_mut().find(|r| r.revision == revision.revision) {
+                Some(known) => {
+                    known.settings = revision.settings;
+                    known.quarantined = None;
+                }
+                None => record.revisions.push(revision),
+            }
+            while record.revisions.len() > revisions_max {
+                let has_traffic = |r: &RevisionRecord| record.traffic.iter().any(|s| s.revision == r.revision);
+                let Some(oldest) = record.revisions.iter().position(|r| !has_traffic(r)) else { break };
+                record.revisions.remove(oldest);
+            }
+            Ok(Some(record))
+        })
+        .await?
+        .ok_or_else(|| Rejection::Conflict { why: "the function vanished while it was deployed".to_owned() })
+    }
+
+    /// Sends the traffic to one revision, or splits it between two by weight. Revisions may be given by prefix.
+    pub async fn set_traffic(
+        &self,
+        tenant: &str,
+        name: &str,
+        shares: &[(String, u32)],
+    ) -> Result<Arc<FunctionRecord>, Rejection> {
+        if !(1..=2).contains(&shares.len()) {
+            let why = format!("traffic goes to one revision or is split between two, not {}", shares.len());
+            return Err(Rejection::InvalidArgs { why });
+        }
+        if shares.iter().any(|(_, weight)| *weight == 0 || *weight > WEIGHT_MAX) {
+            return Err(Rejection::InvalidArgs { why: format!("a weight is between 1 and {WEIGHT_MAX}") });
+        }
+        let name = &self.resolve(tenant, name)?.name;
+        self.change(tenant, name, |old| {
+            let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
+            let mut traffic = Vec::new();
+            for (prefix, weight) in shares {
+                let revision = record.find(prefix)?;
+                if let Some(why) = &revision.quarantined {
+                    return Err(Rejection::Quarantined {
+                        name: name.clone(),
+                        revision: revision.revision.short().to_owned(),
+                        why: why.clone(),
+                    });
+                }
+                traffic.push(Share { revision: revision.revision.clone(), weight: *weight });
+            }
+            if matches!(traffic.as_slice(), [a, b] if a.revision == b.revision) {
+                return Err(Rejection::InvalidArgs { why: "the two revisions of a split are the same".to_owned() });
+            }
+            record.traffic = traffic;
+            Ok(Some(record))
+        })
+        .await?
+        .ok_or_else(|| not_found(tenant, name))
+    }
+
+    pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
+        let name = &self.resolve(tenant, name)?.name;
+        self.change(tenant, name, |old| old.map(|_| None).ok_or_else(|| not_found(tenant, name))).await?;
+        Ok(())
+    }
+
+    /// Marks a revision as unusable wherever it is used; it is still listed, with the reason.
+    pub(crate) async fn quarantine(&self, revision: &Revision, why: &str) {
+        self.files.quarantine(&self.files.source(revision), why);
+        for function in self.everything() {
+            if function.revision(revision).is_none_or(|r| r.quarantined.is_some()) {
+                continue;
+            }
+            tracing::error!(tenant = function.tenant, function = function.name, revision = revision.as_str(), why, "quarantined");
+            let marked = self
+                .change(&function.tenant, &function.name, |old| {
+                    let mut record = old.cloned().ok_or_else(|| not_found(&function.tenant, &function.name))?;
+                    for r in record.revisions.iter_mut().filter(|r| r.revision == *revision) {
+                        r.quarantined = Some(why.to_owned());
+                    }
+                    Ok(Some(record))
+                })
+                .await;
+            if let Err(error) = marked {
+                tracing::error!(%error, function = function.name, "could not note the quarantine");
+            }
+        }
+    }
+
+    /// The deployed bytes, checked against their hash.
+    pub(crate) fn read_source(&self, revision: &Revision) -> Result<Vec<u8>, String> {
+        let path = self.files.source(revision);
+        let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        match Revision::of(&bytes) == *revision {
+            true => Ok(bytes),
+            false => Err(format!("{}: the content does not match its hash", path.display())),
+        }
+    }
+
+    /// Writes a source (if it is not there, whole) and keeps it until the guard drops.
+    pub(crate) fn pin_source(&self, revision: &Revision, wasm: &[u8]) -> Result<Pinned<'_>, Rejection> {
+        self.references.lock().entry(revision.clone()).or_default().count += 1;
+        let pinned = Pinned { catalog: self, revision: revision.clone() };
+        if self.read_source(revision).is_err() {
+            self.files.write(&self.files.source(revision), wasm).map_err(|e| Rejection::Storage { why: e.to_string() })?;
+        }
+        Ok(pinned)
+    }
+
+    /// What a source is, where some function has it already.
+    pub(crate) fn shape(&self, revision: &Revision) -> Option<(Kind, Flavor)> {
+        self.references.lock().get(revision)?.shape
+    }
+
+    pub(crate) fn artifact_digest(&self, revision: &Revision, engine: &str) -> Option<String> {
+        match self.store.get(Table::Artifacts, &artifact_key(revision, engine)) {
+            Ok(Some(Read::Good(digest))) => Some(digest),
+            _ => None,
+        }
+    }
+
+    pub(crate) async fn set_artifact_digest(
+        &self,
+        revision: &Revision,
+        engine: &str,
+        digest: &str,
+    ) -> Result<(), Rejection> {
+        let change = Change::put(Table::Artifacts, artifact_key(revision, engine), &digest);
+        self.store.write(vec![change]).await.map_err(storage)
+    }
+
+    /// Removes sources that no function refers to: left by a crash between writing a file and committing its record.
+    pub(crate) fn sweep_sources(&self) {
+        let root = self.files.source(&Revision::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
+        let Some(Ok(dirs)) = root.map(std::fs::read_dir) else { return };
+        for file in dirs.flatten().filter_map(|dir| std::fs::read_dir(dir.path()).ok()).flatten().flatten() {
+            let Some(Ok(revision)) = file.path().file_stem().map(|s| Revision::try_from(s.to_string_lossy().into_owned()))
+            else {
+                continue;
+            };
+            let references = self.references.lock();
+            if !references.contains_key(&revision) {
+                tracing::info!(file = %file.path().display(), "removing a source no function refers to");
+                let _ = std::fs::remove_file(file.path());
+            }
+        }
+    }
+
+    /// Reads, changes and commits one function's record; `None` deletes it.
+    async fn change(
+        &self,
+        tenant: &str,
+        name: &str,
+        edit: impl FnOnce(Option<&FunctionRecord>) -> Result<Option<FunctionRecord>, Rejection>,
+    ) -> Result<Option<Arc<FunctionRecord>>, Rejection> {
+        let key = record::key(tenant, name);
+        let slot = blake3::hash(key.as_bytes()).as_bytes()[0] as usize % LOCKS;
+        let _guard = self.locks[slot].lock().await;
+        let old = self.resolve_name(tenant, name);
+        let new = edit(old.as_deref())?.map(Arc::new);
+        let change = match (&old, &new) {
+            (_, Some(new)) => Change::put(Table::Functions, key, &**new),
+            (Some(_), None) => Change::Delete(Table::Functions, key),
+            (None, None) => return Ok(None),
+        };
+        self.store.write(vec![change]).await.map_err(storage)?;
+        self.refer(old.as_deref(), new.as_deref());
+        self.show(old.as_deref(), new.clone());
+        self.keep_manifest(old.as_deref(), new.as_deref());
+        Ok(new)
+    }
+
+    fn resolve_name(&self, tenant: &str, name: &str) -> Option<Arc<FunctionRecord>> {
+        self.index.read().tenants.get(tenant)?.by_name.get(name).cloned()
+    }
+
+    fn show(&self, old: Option<&FunctionRecord>, new: Option<Arc<FunctionRecord>>) {
+        let mut index = self.index.write();
+        if let Some(old) = old {
+            if let Some(tenant) = index.tenants.get_mut(old.tenant.as_str()) {
+                tenant.by_name.remove(old.name.as_str());
+                tenant.by_id.remove(old.id.as_str());
+                if tenant.by_name.is_empty() {
+                    index.tenants.remove(old.tenant.as_str());
+                }
+            }
+            index.functions -= 1;
+        }
+        if let Some(new) = new {
+            let tenant = index.tenants.entry(new.tenant.as_str().into()).or_default();
+            tenant.by_id.insert(new.id.as_str().into(), new.clone());
+            tenant.by_name.insert(new.name.as_str().into(), new);
+            index.functions += 1;
+        }
+    }
+
+    fn refer(&self, old: Option<&FunctionRecord>, new: Option<&FunctionRecord>) {
+        for revision in new.into_iter().flat_map(|r| &r.revisions) {
+            let mut references = self.references.lock();
+            let reference = references.entry(revision.revision.clone()).or_default();
+            reference.count += 1;
+            reference.shape = Some((revision.kind, revision.flavor));
+        }
+        for revision in old.into_iter().flat_map(|r| &r.revisions) {
+            self.unrefer(&revision.revision);
+        }
+    }
+
+    fn unrefer(&self, revision: &Revision) {
+        let mut references = self.references.lock();
+        let Some(reference) = references.get_mut(revision) else { return };
+        reference.count -= 1;
+        if reference.count == 0 {
+            references.remove(revision);
+            // Under the lock, so that a deploy of the same bytes cannot find the file and then lose it.
+            let _ = std::fs::remove_file(self.files.source(revision));
+        }
+    }
+
+    fn keep_manifest(&self, old: Option<&FunctionRecord>, new: Option<&FunctionRecord>) {
+        let kept = match (old, new) {
+            (_, Some(new)) => self.files.write(&self.files.manifest(&new.id), &store::encode(new)),
+            (Some(old), None) => std::fs::remove_file(self.files.manifest(&old.id)),
+            (None, None) => Ok(()),
+        };
+        if let Err(error) = kept {
+            // The store has it; only a later loss of the whole store would miss it.
+            tracing::warn!(%error, "could not update a manifest");
+        }
+    }
+
+    fn load(&mut self, damages: &mut Vec<Damage>) -> Result<(), StoreError> {
+        for (key, read) in self.store.all::<FunctionRecord>(Table::Functions)? {
+            match read {
+                Read::Good(mut function) => {
+                    for revision in &mut function.revisions {
+                        let path = self.files.source(&revision.revision);
+                        if revision.quarantined.is_none() && !path.is_file() {
+                            let why = format!("{}: missing", path.display());
+                            let what = format!("function {} revision {}", function.name, revision.revision.short());
+                            tracing::error!(what, why, "quarantined");
+                            damages.push(Damage { what, why: why.clone() });
+                            revision.quarantined = Some(why);
+                        }
+                    }
+                    let function = Arc::new(function);
+                    self.refer(None, Some(&function));
+                    self.show(None, Some(function));
+                }
+                Read::Damaged(bytes, why) => {
+                    let what = format!("record of function {}", key.replace('\0', "/"));
+                    tracing::error!(what, why, "quarantined");
+                    self.files.quarantine_bytes(&format!("function-{}", key.replace(['\0', '/'], "-")), &bytes, &why);
+                    damages.push(Damage { what, why });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FunctionRecord {
+    /// The revision that serves one call: by weight where traffic is split.
+    pub(crate) fn pick(&self) -> Option<&RevisionRecord> {
+        let revision = match self.traffic.as_slice() {
+            [only] => &only.revision,
+            shares => {
+                let total: u32 = shares.iter().map(|s| s.weight).sum();
+                let mut at = if total == 0 { return None } else { rand::rng().random_range(0..total) };
+                let hit = |share: &&Share| {
+                    let here = at < share.weight;
+                    at = at.wrapping_sub(share.weight);
+                    here
+                };
+                &shares.iter().find(hit)?.revision
+            }
+        };
+        self.revision(revision)
+    }
+}
+
+impl Drop for Pinned<'_> {
+    fn drop(&mut self) {
+        self.catalog.unrefer(&self.revision);
+    }
+}
+
+/// Makes a new store from the manifests, after the old one was set aside.
+fn rebuild(files: &Files, damages: &mut Vec<Damage>) -> Result<Store, StoreError> {
+    let store = Store::open(&files.store())?;
+    let io = |path: PathBuf, e: std::io::Error| StoreError::Io { path, why: e.to_string() };
+    let manifests = std::fs::read_dir(files.manifests()).map_err(|e| io(files.manifests(), e))?;
+    let mut changes = Vec::new();
+    for path in manifests.flatten().map(|entry| entry.path()) {
+        let bytes = std::fs::read(&path).map_err(|e| io(path.clone(), e))?;
+        match store::decode::<FunctionRecord>(&bytes) {
+            Read::Good(function) => changes.push(Change::put(Table::Functions, function.key(), &function)),
+            Read::Damaged(_, why) => {
+                damages.push(Damage { what: path.display().to_string(), why: why.clone() });
+                files.quarantine(&path, &why);
+            }
+        }
+    }
+    tracing::warn!(functions = changes.len(), "rebuilt the catalog from the manifests");
+    store.write_blocking(changes)?;
+    Ok(store)
+}
+
+fn not_found(tenant: &str, name: &str) -> Rejection {
+    Rejection::NotFound { what: "function", name: name.to_owned(), tenant: tenant.to_owned() }
+}
+
+fn artifact_key(revision: &Revision, engine: &str) -> String {
+    format!("{}/{engine}", revision.as_str())
+}
+
+pub(crate) fn storage(error: StoreError) -> Rejection {
+    Rejection::Storage { why: error.to_string() }
+}
+
+pub(crate) fn now_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,346 @@
+//! From a deployed module to an artifact that loads by mapping.
+//!
+//! Compiling untrusted code is the one step whose cost the guest's author chooses, so it happens in a process of its
+//! own: with a time limit, a memory limit and a lower priority, killed when it overruns, and unable to take the server
+//! down with it. The same binary is started as `tensor-wasm compile-worker`, which calls [`worker`]. Library users who
+//! have no such binary compile on a thread instead ([`Compiler::in_process`]) and forgo the limits.
+//!
+//! Loading maps the artifact into memory as executable code. That is sound only for bytes that Wasmtime itself produced,
+//! so an artifact is checked against the digest recorded when it was made before it is mapped.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::sync::Semaphore;
+use wasmtime::component::Component;
+use wasmtime::{Module, Precompiled};
+
+use crate::catalog::{Catalog, Flavor, Kind, Revision};
+use crate::config::{self, Config, Limits};
+use crate::engine::{Engines, compiler_config};
+use crate::failure::{Bug, Failure, Rejection};
+
+/// CPU seconds beyond the wall-clock limit times the cores it may use: a second net under the parent's timeout.
+const CPU_SLACK_S: u64 = 5;
+
+/// How much of a compiler's complaint is passed on.
+const MESSAGE_BYTES_MAX: usize = 2_000;
+
+/// What the compile worker is told.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Order {
+    pub source: PathBuf,
+    pub output: PathBuf,
+    pub engine: config::Engine,
+    pub time_ms_max: u64,
+}
+
+/// What it answers.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Answer {
+    Compiled { kind: Kind, flavor: Flavor, memory_bytes_min: u64 },
+    Refused { why: String },
+}
+
+/// A module or component found fit to compile.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Compiled {
+    pub kind: Kind,
+    pub flavor: Flavor,
+}
+
+pub struct Compiler {
+    exe: Option<PathBuf>,
+    slots: Semaphore,
+}
+
+/// Code ready to be instantiated.
+pub(crate) enum Code {
+    Module(Module),
+    Component(Component),
+}
+
+impl Compiler {
+    /// Compiles in worker processes of the given binary.
+    pub fn with_worker(exe: PathBuf, config: &Config) -> Compiler {
+        Compiler { exe: Some(exe), slots: Semaphore::new(config.engine.compile_concurrency_max) }
+    }
+
+    /// Compiles on a thread of this process, without time or memory limits.
+    pub fn in_process(config: &Config) -> Compiler {
+        Compiler { exe: None, slots: Semaphore::new(config.engine.compile_concurrency_max) }
+    }
+
+    /// Compiles a source that is in the catalog and installs the artifact.
+    pub(crate) async fn compile(
+        &self,
+        catalog: &Catalog,
+        engines: &Engines,
+        engine_config: &config::Engine,
+        revision: &Revision,
+        limits: &Limits,
+    ) -> Result<Compiled, Failure> {
+        let _slot = self.slots.acquire().await.map_err(|e| Bug(e.to_string()))?;
+        let scratch = catalog.files.scratch();
+        let order = Order {
+            source: catalog.files.source(revision),
+            output: scratch.clone(),
+            engine: engine_config.clone(),
+            time_ms_max: limits.compile_ms_max,
+        };
+        let answer = match &self.exe {
+            Some(exe) => ask_worker(exe, &order).await,
+            None => tokio::task::spawn_blocking(move || execute(&order)).await.map_err(|e| Bug(e.to_string()).into()),
+        };
+        let result = install(catalog, engines, revision, limits, &scratch, answer).await;
+        if result.is_err() {
+            let _ = std::fs::remove_file(&scratch);
+        }
+        result
+    }
+}
+
+async fn install(
+    catalog: &Catalog,
+    engines: &Engines,
+    revision: &Revision,
+    limits: &Limits,
+    scratch: &Path,
+    answer: Result<Answer, Failure>,
+) -> Result<Compiled, Failure> {
+    let compiled = match answer? {
+        Answer::Refused { why } => return Err(Rejection::InvalidWasm { why }.into()),
+        Answer::Compiled { memory_bytes_min, .. } if memory_bytes_min > limits.memory_bytes_max => {
+            let bytes_max = limits.memory_bytes_max;
+            return Err(Rejection::ModuleMemoryTooLarge { bytes: memory_bytes_min, bytes_max }.into());
+        }
+        Answer::Compiled { kind, flavor, .. } => Compiled { kind, flavor },
+    };
+    let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
+    let engine = engines.id(compiled.flavor);
+    let digest = blake3::hash(&std::fs::read(scratch).map_err(storage)?).to_hex().to_string();
+    // The digest is committed first: a crash in between leaves an old or absent file that does not match, which is
+    // compiled again; never a file that is trusted without having been checked.
+    catalog.set_artifact_digest(revision, engine, &digest).await?;
+    catalog.files.install(scratch, &catalog.files.artifact(revision, engine)).map_err(storage)?;
+    Ok(compiled)
+}
+
+async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
+    let order_json = serde_json::to_string(order).map_err(|e| Bug(e.to_string()))?;
+    let output = tokio::process::Command::new(exe)
+        .arg("compile-worker")
+        .arg(order_json)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .output();
+    let limit = Duration::from_millis(order.time_ms_max);
+    let output = match tokio::time::timeout(limit, output).await {
+        Ok(output) => output.map_err(|e| Bug(format!("{}: {e}", exe.display())))?,
+        Err(_) => return Err(Rejection::CompileTooLong { limit_ms: order.time_ms_max }.into()),
+    };
+    if let Ok(answer) = serde_json::from_slice(&output.stdout) {
+        return Ok(answer);
+    }
+    // It died: out of memory, out of CPU time, or a compiler crash. All of them are the module's doing.
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
+    let why = format!("the compiler gave up on it ({}): {}", output.status, clip(last));
+    Ok(Answer::Refused { why })
+}
+
+/// The compile worker's whole life: limit itself, compile, answer on stdout.
+pub fn worker(order_json: &str) -> Result<String, String> {
+    let order: Order = serde_json::from_str(order_json).map_err(|e| e.to_string())?;
+    limit_self(&order);
+    serde_json::to_string(&execute(&order)).map_err(|e| e.to_string())
+}
+
+fn limit_self(order: &Order) {
+    use rustix::process::{Resource, Rlimit, Signal, set_parent_process_death_signal, setpriority_process, setrlimit};
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
+    let cpu_s = order.time_ms_max.div_ceil(1000) * cores + CPU_SLACK_S;
+    let limit = |n| Rlimit { current: Some(n), maximum: Some(n) };
+    // Each of these may be refused in a restricted container; the parent's timeout holds regardless.
+    let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    let _ = setrlimit(Resource::Cpu, limit(cpu_s));
+    let _ = setrlimit(Resource::Data, limit(order.engine.compile_memory_bytes_max));
+    let _ = setrlimit(Resource::Core, limit(0));
+    let _ = setpriority_process(None, 10);
+}
+
+fn execute(order: &Order) -> Answer {
+    match try_execute(order) {
+        Ok(answer) => answer,
+        Err(why) => Answer::Refused { why: clip(&why) },
+    }
+}
+
+fn try_execute(order: &Order) -> Result<Answer, String> {
+    let source = std::fs::read(&order.source).map_err(|e| format!("{}: {e}", order.source.display()))?;
+    let shape = shape_of(&source)?;
+    let settings = compiler_config(&order.engine, shape.flavor);
+    let engine = wasmtime::Engine::new(&settings).map_err(|e| format!("{e:#}"))?;
+    let code = match shape.component {
+        true => engine.precompile_component(&source),
+        false => engine.precompile_module(&source),
+    }
+    .map_err(|e| format!("{e:#}"))?;
+    let kind = match shape.component {
+        // SAFETY: these bytes were produced by Wasmtime on the line above and went through no file.
+        #[expect(unsafe_code, reason = "reading back what was just compiled, to look at its exports")]
+        true => component_kind(&unsafe { Component::deserialize(&engine, &code) }.map_err(|e| format!("{e:#}"))?),
+        false if shape.exports_start => Kind::CoreCommand,
+        false => Kind::CoreExports,
+    };
+    std::fs::write(&order.output, code).map_err(|e| format!("{}: {e}", order.output.display()))?;
+    Ok(Answer::Compiled { kind, flavor: shape.flavor, memory_bytes_min: shape.memory_bytes_min })
+}
+
+struct Shape {
+    component: bool,
+    flavor: Flavor,
+    exports_start: bool,
+    /// The largest memory any of its modules starts with.
+    memory_bytes_min: u64,
+}
+
+/// Looks at a binary before compiling it. Messages name what is wrong and where.
+fn shape_of(source: &[u8]) -> Result<Shape, String> {
+    use wasmparser::{Encoding, Parser, Payload, Validator, WasmFeatures};
+    if !source.starts_with(b"\0asm") {
+        return Err("it does not begin with the WebAssembly magic number".to_owned());
+    }
+    let mut shape = Shape { component: false, flavor: Flavor::Plain, exports_start: false, memory_bytes_min: 0 };
+    let mut depth = 0_usize;
+    for payload in Parser::new(0).parse_all(source) {
+        match payload.map_err(|e| e.to_string())? {
+            Payload::Version { encoding, .. } => {
+                shape.component |= depth == 0 && encoding == Encoding::Component;
+                depth += 1;
+            }
+            Payload::End(_) => depth -= 1,
+            Payload::MemorySection(memories) => {
+                for memory in memories {
+                    let memory = memory.map_err(|e| e.to_string())?;
+                    let page_bytes = 1_u64 << memory.page_size_log2.unwrap_or(16);
+                    shape.memory_bytes_min = shape.memory_bytes_min.max(memory.initial.saturating_mul(page_bytes));
+                }
+            }
+            Payload::ExportSection(exports) if depth == 1 => {
+                for export in exports {
+                    shape.exports_start |= export.map_err(|e| e.to_string())?.name == "_start";
+                }
+            }
+            _ => {}
+        }
+    }
+    if shape.component {
+        let without_async = WasmFeatures::default().difference(WasmFeatures::CM_ASYNC);
+        if Validator::new_with_features(without_async).validate_all(source).is_err() {
+            shape.flavor = Flavor::Concurrent;
+        }
+    }
+    Ok(shape)
+}
+
+fn component_kind(component: &Component) -> Kind {
+    let engine = component.engine();
+    let ty = component.component_type();
+    let names: Vec<&str> = ty.exports(engine).map(|(name, _)| name).collect();
+    let exports = |interface: &str| names.iter().any(|name| name.split('@').next() == Some(interface));
+    if exports("wasi:http/incoming-handler") || exports("wasi:http/handler") {
+        Kind::HttpHandler
+    } else if exports("wasi:cli/run") {
+        Kind::ComponentCommand
+    } else {
+        Kind::ComponentExports
+    }
+}
+
+fn clip(message: &str) -> String {
+    let mut end = message.len().min(MESSAGE_BYTES_MAX);
+    while !message.is_char_boundary(end) {
+        end -= 1;
+    }
+    message[..end].to_owned()
+}
+
+/// Maps an artifact after checking that it is the one we made. `None`: absent, damaged or of another engine.
+pub(crate) fn load(catalog: &Catalog, engines: &Engines, revision: &Revision, flavor: Flavor) -> Option<Code> {
+    let (engine, id) = (engines.get(flavor), engines.id(flavor));
+    let expected = catalog.artifact_digest(revision, id)?;
+    let path = catalog.files.artifact(revision, id);
+    let bytes = std::fs::read(&path).ok()?;
+    let found = blake3::hash(&bytes).to_hex();
+    if found.as_str() != expected {
+        let why = format!("the compiled artifact's digest is {found}, expected {expected}");
+        tracing::error!(revision = revision.as_str(), file = %path.display(), why, "quarantined; compiling it again");
+        catalog.files.quarantine(&path, &why);
+        return None;
+    }
+    // SAFETY: the bytes hash to the digest recorded when Wasmtime produced them, so they are a valid artifact. The file
+    // is replaced only by rename and never written in place, so the mapping cannot change underneath.
+    #[expect(unsafe_code, reason = "mapping compiled code is what makes a start take microseconds")]
+    let loaded = unsafe {
+        match wasmtime::Engine::detect_precompiled(&bytes)? {
+            Precompiled::Module => Module::deserialize_file(engine, &path).map(Code::Module),
+            Precompiled::Component => Component::deserialize_file(engine, &path).map(Code::Component),
+        }
+    };
+    match loaded {
+        Ok(code) => Some(code),
+        Err(error) => {
+            tracing::warn!(revision = revision.as_str(), %error, "an artifact does not load; compiling it again");
+            None
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(wasm: &[u8]) -> String {
+        let dir = tempfile::tempdir().unwrap();
+        let (source, output) = (dir.path().join("in"), dir.path().join("out"));
+        std::fs::write(&source, wasm).unwrap();
+        let order = Order { source, output, engine: config::Engine::default(), time_ms_max: 1000 };
+        match execute(&order) {
+            Answer::Refused { why } => why,
+            Answer::Compiled { .. } => panic!("should be refused"),
+        }
+    }
+
+    #[test]
+    fn bad_input_is_named() {
+        assert!(refused(b"hello").contains("magic number"));
+        let good = wat::parse_str("(module (func (export \"f\") (result i32) i32.const 1))").unwrap();
+        for cut in 5..good.len() {
+            assert!(!refused(&good[..cut]).is_empty(), "truncated to {cut}");
+        }
+        let invalid = wat::parse_str("(module (func (result i32)))").unwrap();
+        assert!(refused(&invalid).contains("type mismatch"), "{}", refused(&invalid));
+        let shared = wat::parse_str("(module (memory 1 1 shared))").unwrap();
+        assert!(refused(&shared).contains("threads"), "{}", refused(&shared));
+    }
+
+    #[test]
+    fn the_worker_compiles_for_the_serving_engine() {
+        let engines = Engines::new(&Config::default()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let (source, output) = (dir.path().join("in"), dir.path().join("out"));
+        std::fs::write(&source, wat::parse_str("(module (memory 3) (func (export \"_start\")))").unwrap()).unwrap();
+        let order = Order { source, output: output.clone(), engine: config::Engine::default(), time_ms_max: 1000 };
+        let Answer::Compiled { kind, flavor, memory_bytes_min } = execute(&order) else { panic!("should compile") };
+        assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));
+        // SAFETY: produced by `execute` above.
+        #[expect(unsafe_code, reason = "the point of the test")]
+        let module = unsafe { Module::deserialize_file(&engines.plain, &output) };
+        assert!(module.is_ok(), "{:?}", module.err());
+    }
+}

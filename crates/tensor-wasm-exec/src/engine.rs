@@ -1,0 +1,233 @@
+//! The Wasmtime engines: how guests are compiled, where their memory comes from, and the clock that interrupts them.
+//!
+//! There are two, alike but for one switch. Concurrency support (WASI 0.3, component-model async) makes every component
+//! call keep task bookkeeping, so components that do not use it run on the engine without.
+//!
+//! Memory comes from Wasmtime's pooling allocator with copy-on-write images. A slot is reset by scanning which of its
+//! pages were touched (`PAGEMAP_SCAN`) and copying those back, so that between two guests on the same slot nothing is
+//! unmapped, no page faults again and no other core's TLB is flushed.
+
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use wasmtime::{Enabled, InstanceAllocationStrategy, OptLevel, PoolingAllocationConfig, RegallocAlgorithm};
+
+use crate::catalog::Flavor;
+use crate::config::{Config, Optimize, SLOT_MEMORY_BYTES};
+
+/// How often running guests are interrupted: the granularity of deadlines and of time-slicing between guests. A tick
+/// costs one store per engine.
+pub const TICK: Duration = Duration::from_millis(1);
+
+/// Without a guest running for this long, the clock stops ticking until the next one starts.
+const IDLE_TICKS: u32 = 100;
+
+/// Core instances one component may consist of: a command with its adapters has 4; composed ones have more.
+const CORE_INSTANCES_PER_COMPONENT: u32 = 64;
+const MEMORIES_PER_COMPONENT: u32 = 16;
+const TABLES_PER_COMPONENT: u32 = 32;
+
+/// Pooled slots per concurrent call, for the components made of several modules. Slots cost address space, and there
+/// are 47 bits of it: 4 GiB × 3 × 256 calls is 3 TiB.
+const SLOTS_PER_CALL: u32 = 3;
+
+/// Room that Rust host functions need on the guest's stack beyond what the guest itself may use.
+const HOST_STACK_BYTES: usize = 512 << 10;
+
+pub struct Engines {
+    pub plain: wasmtime::Engine,
+    pub concurrent: wasmtime::Engine,
+    plain_id: String,
+    concurrent_id: String,
+    clock: Arc<Clock>,
+}
+
+impl Engines {
+    /// The engines guests run on.
+    pub fn new(config: &Config) -> wasmtime::Result<Engines> {
+        let pooled = |flavor| {
+            let mut settings = compiler_config(&config.engine, flavor);
+            settings.allocation_strategy(InstanceAllocationStrategy::Pooling(pool(config)));
+            wasmtime::Engine::new(&settings)
+        };
+        let (plain, concurrent) = (pooled(Flavor::Plain)?, pooled(Flavor::Concurrent)?);
+        let clock = Clock::start(vec![plain.clone(), concurrent.clone()])?;
+        Ok(Engines { plain_id: identity(&plain), concurrent_id: identity(&concurrent), plain, concurrent, clock })
+    }
+
+    pub fn get(&self, flavor: Flavor) -> &wasmtime::Engine {
+        match flavor {
+            Flavor::Plain => &self.plain,
+            Flavor::Concurrent => &self.concurrent,
+        }
+    }
+
+    /// A name for everything that compiled code depends on: version, target, flags. Artifacts are kept under it.
+    pub fn id(&self, flavor: Flavor) -> &str {
+        match flavor {
+            Flavor::Plain => &self.plain_id,
+            Flavor::Concurrent => &self.concurrent_id,
+        }
+    }
+
+    pub(crate) fn clock(&self) -> &Arc<Clock> {
+        &self.clock
+    }
+}
+
+/// What decides the compiled code. The compile worker uses it without a pool, which does not affect code.
+pub fn compiler_config(engine: &crate::config::Engine, flavor: Flavor) -> wasmtime::Config {
+    let mut config = wasmtime::Config::new();
+    config
+        .cranelift_opt_level(match engine.optimize {
+            Optimize::None => OptLevel::None,
+            Optimize::Speed => OptLevel::Speed,
+            Optimize::SpeedAndSize => OptLevel::SpeedAndSize,
+        })
+        .cranelift_regalloc_algorithm(match engine.optimize {
+            Optimize::None => RegallocAlgorithm::SinglePass,
+            _ => RegallocAlgorithm::Backtracking,
+        })
+        .epoch_interruption(true)
+        .max_wasm_stack(engine.stack_bytes_max)
+        .async_stack_size(engine.stack_bytes_max + HOST_STACK_BYTES)
+        .memory_reservation(SLOT_MEMORY_BYTES)
+        .memory_may_move(false)
+        .memory_init_cow(true)
+        // Shared memory would let a guest outlive its call on another thread.
+        .wasm_threads(false)
+        .concurrency_support(flavor == Flavor::Concurrent);
+    config
+}
+
+fn pool(config: &Config) -> PoolingAllocationConfig {
+    let calls = u32::try_from(config.server.concurrency_max).unwrap_or(u32::MAX / 8).max(16);
+    let slots = calls.saturating_mul(SLOTS_PER_CALL);
+    let table_elements = config.limits.table_elements_max;
+    let mut pool = PoolingAllocationConfig::new();
+    // Twice: running, and kept for reuse.
+    pool.total_component_instances(calls.saturating_mul(2))
+        .total_core_instances(slots.saturating_mul(2))
+        .total_memories(slots)
+        .total_tables(slots)
+        .total_stacks(calls.saturating_mul(2))
+        .total_gc_heaps(calls.saturating_mul(2))
+        .max_core_instances_per_component(CORE_INSTANCES_PER_COMPONENT)
+        .max_memories_per_component(MEMORIES_PER_COMPONENT)
+        .max_tables_per_component(TABLES_PER_COMPONENT)
+        .max_memories_per_module(4)
+        .max_tables_per_module(8)
+        .table_elements(usize::try_from(table_elements).unwrap_or(usize::MAX))
+        .max_memory_size(usize::try_from(SLOT_MEMORY_BYTES).unwrap_or(usize::MAX))
+        .linear_memory_keep_resident(config.engine.keep_resident_bytes)
+        .table_keep_resident(64 << 10)
+        .async_stack_keep_resident(0)
+        .max_unused_warm_slots(slots)
+        .pagemap_scan(Enabled::Auto);
+    pool
+}
+
+fn identity(engine: &wasmtime::Engine) -> String {
+    struct Digest(blake3::Hasher);
+    impl Hasher for Digest {
+        fn write(&mut self, bytes: &[u8]) {
+            self.0.update(bytes);
+        }
+        fn finish(&self) -> u64 {
+            0
+        }
+    }
+    let mut digest = Digest(blake3::Hasher::new());
+    engine.precompile_compatibility_hash().hash(&mut digest);
+    digest.0.finalize().to_hex()[..16].to_owned()
+}
+
+/// Advances the engines' epochs while guests run, and rests while none do.
+pub(crate) struct Clock {
+    running: AtomicUsize,
+    resting: AtomicBool,
+    stopped: AtomicBool,
+    thread: std::sync::OnceLock<Thread>,
+}
+
+/// Keeps the clock ticking while it lives.
+pub(crate) struct Ticking(Arc<Clock>);
+
+impl Clock {
+    fn start(engines: Vec<wasmtime::Engine>) -> wasmtime::Result<Arc<Clock>> {
+        let clock = Arc::new(Clock {
+            running: AtomicUsize::new(0),
+            resting: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            thread: std::sync::OnceLock::new(),
+        });
+        let weak: Vec<_> = engines.iter().map(wasmtime::Engine::weak).collect();
+        drop(engines);
+        let shared = clock.clone();
+        let handle = std::thread::Builder::new().name("epoch-clock".to_owned()).spawn(move || shared.run(&weak))?;
+        let _ = clock.thread.set(handle.thread().clone());
+        Ok(clock)
+    }
+
+    fn run(&self, engines: &[wasmtime::EngineWeak]) {
+        let mut idle_ticks = 0;
+        let mut next = Instant::now() + TICK;
+        while !self.stopped.load(Ordering::Relaxed) {
+            if self.running.load(Ordering::SeqCst) > 0 {
+                idle_ticks = 0;
+            } else if idle_ticks < IDLE_TICKS {
+                idle_ticks += 1;
+            } else {
+                self.resting.store(true, Ordering::SeqCst);
+                // A guest that started between the check above and the store sees `resting` or is seen here.
+                if self.running.load(Ordering::SeqCst) == 0 {
+                    std::thread::park();
+                }
+                self.resting.store(false, Ordering::SeqCst);
+                idle_ticks = 0;
+                next = Instant::now() + TICK;
+            }
+            std::thread::park_timeout(next.saturating_duration_since(Instant::now()));
+            if Instant::now() < next {
+                continue;
+            }
+            next = Instant::now() + TICK;
+            let mut alive = false;
+            for engine in engines.iter().filter_map(wasmtime::EngineWeak::upgrade) {
+                engine.increment_epoch();
+                alive = true;
+            }
+            if !alive {
+                return;
+            }
+        }
+    }
+
+    pub(crate) fn ticking(self: &Arc<Self>) -> Ticking {
+        self.running.fetch_add(1, Ordering::SeqCst);
+        if self.resting.load(Ordering::SeqCst)
+            && let Some(thread) = self.thread.get()
+        {
+            thread.unpark();
+        }
+        Ticking(self.clone())
+    }
+}
+
+impl Drop for Ticking {
+    fn drop(&mut self) {
+        self.0.running.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Drop for Engines {
+    fn drop(&mut self) {
+        self.clock.stopped.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.clock.thread.get() {
+            thread.unpark();
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! Handing an HTTP request to a `wasi:http` component and its response to the client, bodies streamed both ways.
+//!
+//! The guest's future is driven on the connection's own task until the response head is there. Most handlers are then
+//! done, body and all, and nothing was spawned. One that goes on (streaming, or working after the response) is detached:
+//! it runs by itself under its deadline, and dropping the response body before its end, which is what a vanished client
+//! amounts to, stops it.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use futures_util::FutureExt;
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::BodyExt;
+use http_body_util::combinators::UnsyncBoxBody;
+use tokio::sync::oneshot;
+use wasmtime::{AsContextMut, Store};
+use wasmtime_wasi_http::p2::bindings::http::types::Scheme;
+use wasmtime_wasi_http::{WasiHttpView, handler};
+
+use super::state::State;
+use super::supervise::{Stopped, Supervised};
+use super::{GuestError, fault};
+use crate::failure::{Failure, Fault};
+
+/// A request body as the gateway hands it over.
+pub type RequestBody = UnsyncBoxBody<Bytes, BoxError>;
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
+pub type Request = http::Request<RequestBody>;
+pub type Response = http::Response<GuestBody>;
+
+/// Which hosts guests may call.
+#[derive(Debug, Default)]
+pub struct Outbound {
+    allowed: Vec<String>,
+}
+
+impl Outbound {
+    pub fn new(allowed: &[String]) -> Outbound {
+        Outbound { allowed: allowed.to_vec() }
+    }
+
+    pub(crate) fn allows(&self, uri: &http::Uri) -> bool {
+        let Some(authority) = uri.authority() else { return false };
+        let matches = |rule: &String| match rule.as_str() {
+            "*" => true,
+            rule => rule.eq_ignore_ascii_case(authority.host()) || rule.eq_ignore_ascii_case(authority.as_str()),
+        };
+        self.allowed.iter().any(matches)
+    }
+}
+
+/// Where the guest's response head arrives.
+pub(crate) type Head = Result<http::Response<wasmtime_wasi_http::WasiBody>, GuestError>;
+
+/// What the exchange looks like from the guest's side.
+pub(crate) struct Exchange {
+    pub request: Request,
+    pub head: oneshot::Sender<Head>,
+    /// Set before the store is dropped when the guest failed, so that a body cut short is not taken for a whole one.
+    pub failed: Arc<AtomicBool>,
+}
+
+pub(crate) async fn p2(
+    store: &mut Store<State>,
+    proxy: &wasmtime_wasi_http::p2::bindings::Proxy,
+    exchange: Exchange,
+) -> Result<(), GuestError> {
+    let Exchange { request, head, failed } = exchange;
+    let head = Arc::new(parking_lot::Mutex::new(Some(head)));
+    let mut view = store.data_mut().http();
+    let request = request.map(|body| body.map_err(body_error));
+    let request = view.new_incoming_request(Scheme::Http, request).map_err(|e| fault(&e))?;
+    let sender = head.clone();
+    let outparam = view
+        .new_response_outparam_from_callback(move |response| {
+            let sent = response.map_err(|code| Fault::BadResponse { why: format!("error code {code:?}") }.into());
+            if let Some(head) = sender.lock().take() {
+                let _ = head.send(sent);
+            }
+        })
+        .map_err(|e| fault(&e))?;
+    let handled = proxy.wasi_http_incoming_handler().call_handle(&mut *store, request, outparam).await;
+    failed.store(handled.is_err(), Ordering::Release);
+    let result = handled.map_err(|e| GuestError::from(fault(&e)));
+    if let Some(head) = head.lock().take() {
+        let why = "it returned without setting a response".to_owned();
+        let _ = head.send(match &result {
+            Ok(()) => Err(Fault::BadResponse { why }.into()),
+            Err(GuestError::Faulted(fault)) => Err(fault.clone().into()),
+            Err(GuestError::Rejected(rejection)) => Err(rejection.clone().into()),
+        });
+    }
+    result
+}
+
+pub(crate) async fn p3(
+    store: &mut Store<State>,
+    slot: &mut Option<wasmtime_wasi_http::p3::bindings::Service>,
+    exchange: Exchange,
+) -> Result<(), GuestError> {
+    let Exchange { request, head, failed } = exchange;
+    let request = request.map(|body| body.map_err(body_error).boxed_unsync());
+    let (sender, mut response) = futures_channel::oneshot::channel();
+    let Some(service) = slot.take() else { return Err(Fault::Start { why: "it was used up".to_owned() }.into()) };
+    let proxy = handler::Proxy::P3(service);
+    let run = store
+        .run_concurrent(async |accessor| {
+            let prepared = accessor.with(|mut access| {
+                handler::Prepared::new(access.as_context_mut(), &proxy, request, State::http, sender)
+            })?;
+            let never = std::future::pending::<()>();
+            prepared.run(accessor, never).await?;
+            let produced = match (&mut response).await {
+                Ok(Ok(response)) => Ok(response),
+                Ok(Err(error)) => Err(bad_response(&error)),
+                Err(_) => Err(Fault::BadResponse { why: "it returned without a response".to_owned() }),
+            };
+            let _ = head.send(produced.map_err(GuestError::from));
+            // The response's body is written by tasks of the guest that run on after the handler returned.
+            std::future::poll_fn(|cx| accessor.poll_no_interesting_tasks(cx)).await;
+            wasmtime::error::Ok(())
+        })
+        .await
+        .flatten();
+    failed.store(run.is_err(), Ordering::Release);
+    if let handler::Proxy::P3(used) = proxy {
+        *slot = Some(used);
+    }
+    run.map_err(|e| fault(&e).into())
+}
+
+fn bad_response(error: &wasmtime::Error) -> Fault {
+    match fault(error) {
+        Fault::Trap { message } => Fault::BadResponse { why: message },
+        other => other,
+    }
+}
+
+fn body_error(error: BoxError) -> wasmtime_wasi_http::Error {
+    tracing::debug!(%error, "a request body broke off");
+    wasmtime_wasi_http::Error::ConnectionTerminated
+}
+
+/// Drives the guest until its response head is there, and leaves the rest of it to the response's body.
+pub(crate) async fn respond(
+    mut guest: Supervised<Result<(), GuestError>>,
+    mut head: oneshot::Receiver<Head>,
+    failed: Arc<AtomicBool>,
+    deadline_ms: u64,
+) -> Result<Response, Failed> {
+    // The guest is polled first: a handler that answers without waiting is over after this one poll.
+    let finished = std::future::poll_fn(|cx| {
+        let finished = guest.poll_unpin(cx);
+        match head.poll_unpin(cx) {
+            Poll::Ready(Ok(head)) => Poll::Ready((finished, Some(head))),
+            Poll::Ready(Err(_)) | Poll::Pending if finished.is_ready() => Poll::Ready((finished, None)),
+            _ => Poll::Pending,
+        }
+    });
+    let (finished, head) = finished.await;
+    let response = match (head, &finished) {
+        (Some(Ok(response)), _) => response,
+        (_, Poll::Ready(Err(Stopped::AtDeadline))) => {
+            return Err(GuestError::from(Fault::Deadline { deadline_ms }).into());
+        }
+        (_, Poll::Ready(Err(Stopped::Panicked(message)))) => return Err(Failed::Panicked(message.clone())),
+        (Some(Err(error)), _) => return Err(error.into()),
+        (None, Poll::Ready(Ok(Err(GuestError::Faulted(fault))))) => return Err(GuestError::from(fault.clone()).into()),
+        (None, Poll::Ready(Ok(Err(GuestError::Rejected(r))))) => return Err(GuestError::from(r.clone()).into()),
+        (None, _) => {
+            let why = "it ended without a response".to_owned();
+            return Err(GuestError::from(Fault::BadResponse { why }).into());
+        }
+    };
+    check_head(&response)?;
+    let guest = match finished {
+        Poll::Ready(_) => None,
+        Poll::Pending => {
+            guest.detach();
+            Some(guest)
+        }
+    };
+    Ok(response.map(|inner| GuestBody { inner, guest, failed }))
+}
+
+/// Why there is no response.
+pub(crate) enum Failed {
+    Guest(GuestError),
+    Panicked(String),
+}
+
+impl From<GuestError> for Failed {
+    fn from(error: GuestError) -> Self {
+        Failed::Guest(error)
+    }
+}
+
+/// Refuses heads that would corrupt the connection: the guest frames no messages, we do.
+fn check_head(response: &http::Response<wasmtime_wasi_http::WasiBody>) -> Result<(), GuestError> {
+    let bad = |why: String| Err(GuestError::from(Fault::BadResponse { why }));
+    if response.status().is_informational() {
+        return bad(format!("status {} is not a final one", response.status().as_u16()));
+    }
+    let lengths: Vec<_> = response.headers().get_all(http::header::CONTENT_LENGTH).iter().collect();
+    match lengths.as_slice() {
+        [] => Ok(()),
+        [one] if one.to_str().is_ok_and(|n| n.parse::<u64>().is_ok()) => Ok(()),
+        _ => bad("its content-length is not one number".to_owned()),
+    }
+}
+
+/// A response body written by a guest that may still be running.
+pub struct GuestBody {
+    inner: wasmtime_wasi_http::WasiBody,
+    guest: Option<Supervised<Result<(), GuestError>>>,
+    failed: Arc<AtomicBool>,
+}
+
+impl Body for GuestBody {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = std::task::ready!(Pin::new(&mut self.inner).poll_frame(cx));
+        match frame {
+            Some(Ok(frame)) => Poll::Ready(Some(Ok(frame))),
+            Some(Err(error)) => Poll::Ready(Some(Err(Box::new(error)))),
+            None if self.failed.load(Ordering::Acquire) => {
+                Poll::Ready(Some(Err("the guest failed before its response was complete".into())))
+            }
+            None => {
+                // The response is whole. What the guest still does is its own affair, until its deadline.
+                if let Some(mut guest) = self.guest.take() {
+                    guest.outlive();
+                }
+                Poll::Ready(None)
+            }
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        false
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner.size_hint()
+    }
+}
+
+impl Failed {
+    pub(crate) fn into_failure(self, usage: crate::invoke::Usage) -> Failure {
+        match self {
+            Failed::Guest(GuestError::Rejected(rejection)) => rejection.into(),
+            Failed::Guest(GuestError::Faulted(fault)) => Failure::Faulted(fault, usage),
+            Failed::Panicked(message) => crate::failure::Bug(message).into(),
+        }
+    }
+}

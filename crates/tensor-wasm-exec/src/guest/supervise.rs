@@ -1,0 +1,167 @@
+//! Drives a guest's future: under a deadline, accounting its CPU time, and away from the serving threads once it turns
+//! out to be long.
+//!
+//! A guest starts on the thread that serves its request, because most are done before anything else could have been
+//! arranged. One that is still computing when its time slice ends moves to the background runtime, whose threads have a
+//! lower priority, so that a serving thread answers the next short request at once: the kernel preempts the long guest
+//! for it. A guest that waits for I/O is not computing and stays where it is.
+
+use std::cell::Cell;
+use std::future::poll_fn;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
+use tokio::time::Sleep;
+
+use super::budget::Meter;
+
+/// Time slices (of `engine::TICK`) a guest may compute on a serving thread. The first tick may come at once, so two
+/// mean between one and two milliseconds.
+const SLICES_IN_PLACE: u32 = 2;
+
+thread_local! {
+    /// Set by the epoch callback when the guest polled on this thread was interrupted, as opposed to waiting.
+    static SLICE_ENDED: Cell<bool> = const { Cell::new(false) };
+}
+
+pub(crate) fn slice_ended() {
+    SLICE_ENDED.set(true);
+}
+
+pub(crate) type Guest<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// Why a guest has no result of its own.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Stopped {
+    /// It was still running at its deadline and has been dropped.
+    AtDeadline,
+    /// Host code panicked under it: a bug of ours, for this one call.
+    Panicked(String),
+}
+
+/// A guest being driven. Dropping it stops the guest, wherever it runs.
+pub(crate) struct Supervised<T> {
+    place: Place<T>,
+    deadline: Instant,
+    timer: Option<Pin<Box<Sleep>>>,
+    slices: u32,
+    meter: Arc<Meter>,
+    background: Handle,
+}
+
+enum Place<T> {
+    Here(Guest<T>),
+    Moved(AbortOnDrop<Result<T, Stopped>>),
+    Over,
+}
+
+impl<T: Send + 'static> Supervised<T> {
+    pub(crate) fn new(guest: Guest<T>, deadline: Instant, meter: Arc<Meter>, background: Handle) -> Self {
+        Supervised { place: Place::Here(guest), deadline, timer: None, slices: 0, meter, background }
+    }
+
+    /// Lets the guest go on by itself on the background runtime, until it ends, meets its deadline or `self` is dropped.
+    pub(crate) fn detach(&mut self) {
+        if let Place::Here(_) = &self.place {
+            let Place::Here(guest) = std::mem::replace(&mut self.place, Place::Over) else { return };
+            let (deadline, meter) = (self.deadline, self.meter.clone());
+            let task = async move {
+                let mut guest = guest;
+                let driven = poll_fn(|cx| poll_metered(&mut guest, &meter, cx));
+                tokio::time::timeout_at(deadline.into(), driven).await.unwrap_or(Err(Stopped::AtDeadline))
+            };
+            self.place = Place::Moved(AbortOnDrop(Some(self.background.spawn(task))));
+        }
+    }
+
+    /// Lets a detached guest run to its end even though nobody waits for it any more.
+    pub(crate) fn outlive(&mut self) {
+        if let Place::Moved(task) = std::mem::replace(&mut self.place, Place::Over) {
+            task.release();
+        }
+    }
+}
+
+impl<T: Send + 'static> Future for Supervised<T> {
+    type Output = Result<T, Stopped>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let done = match &mut this.place {
+            Place::Here(guest) => {
+                SLICE_ENDED.set(false);
+                poll_metered(guest, &this.meter, cx)
+            }
+            Place::Moved(AbortOnDrop(None)) => Poll::Pending,
+            Place::Moved(AbortOnDrop(Some(task))) => {
+                let joined = std::task::ready!(Pin::new(task).poll(cx));
+                return Poll::Ready(joined.unwrap_or_else(|error| Err(Stopped::Panicked(error.to_string()))));
+            }
+            Place::Over => Poll::Pending,
+        };
+        if let Poll::Ready(done) = done {
+            this.place = Place::Over;
+            return Poll::Ready(done);
+        }
+        if SLICE_ENDED.get() {
+            this.slices += 1;
+            if this.slices >= SLICES_IN_PLACE {
+                this.detach();
+                return self.poll(cx);
+            }
+        }
+        // Armed only now: most guests never wait.
+        let deadline = this.deadline;
+        let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline.into())));
+        timer.as_mut().poll(cx).map(|()| {
+            this.place = Place::Over;
+            Err(Stopped::AtDeadline)
+        })
+    }
+}
+
+fn poll_metered<T>(guest: &mut Guest<T>, meter: &Meter, cx: &mut Context<'_>) -> Poll<Result<T, Stopped>> {
+    let before = thread_cpu();
+    // After a panic the guest is dropped without being polled again, so a torn state is never seen.
+    let polled = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| guest.as_mut().poll(cx)));
+    let poll = match polled {
+        Ok(poll) => poll.map(Ok),
+        Err(payload) => Poll::Ready(Err(Stopped::Panicked(panic_message(&*payload)))),
+    };
+    let spent = thread_cpu().saturating_sub(before);
+    meter.cpu_ns.fetch_add(u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    poll
+}
+
+fn panic_message(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|s| (*s).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without a message".to_owned())
+}
+
+fn thread_cpu() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+/// A task that ends with its handle.
+struct AbortOnDrop<T>(Option<JoinHandle<T>>);
+
+impl<T> AbortOnDrop<T> {
+    fn release(mut self) {
+        self.0 = None;
+    }
+}
+
+impl<T> Drop for AbortOnDrop<T> {
+    fn drop(&mut self) {
+        if let Some(task) = &self.0 {
+            task.abort();
+        }
+    }
+}

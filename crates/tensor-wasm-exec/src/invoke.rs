@@ -1,0 +1,425 @@
+//! The spine: one call from arrival to result, top to bottom.
+//!
+//! ```text
+//! Invocation → Permit → Lease → Outcome
+//! ```
+//!
+//! Whatever ends a call early (a limit, a fault, its deadline, a caller who went away) ends it by dropping what it
+//! holds, in order: the instance, then the permit. What it used is settled in each case.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use serde_json::{Value, json};
+use tokio::sync::{mpsc, oneshot};
+
+use crate::admission::Permit;
+use crate::catalog::{FunctionRecord, Revision, RevisionRecord};
+use crate::failure::{Failure, Fault, Rejection};
+use crate::guest::budget::Meter;
+use crate::guest::component::Args;
+use crate::guest::http::{self, Exchange};
+use crate::guest::state::Environment;
+use crate::guest::stdio::Sink;
+use crate::guest::supervise::{Stopped, Supervised};
+use crate::guest::{GuestError, command, component, core};
+use crate::pool::{Entry, Instance, Lease, Loaded, Pool};
+use crate::runtime::Runtime;
+
+/// No call waits in line longer than this, whatever its own deadline.
+const DEADLINE_MAX: Duration = Duration::from_secs(24 * 3600);
+
+/// Who wants what, with what, until when.
+pub struct Invocation {
+    /// Ties the call to its trace, its logs and its audit line.
+    pub id: u128,
+    pub tenant: String,
+    /// Name or id.
+    pub function: String,
+    pub call: Call,
+    /// A tighter deadline than the function's and the tenant's.
+    pub deadline: Option<Duration>,
+}
+
+pub enum Call {
+    /// An export (or a command) with JSON arguments.
+    Export { export: Option<String>, args: Value, stdin: Bytes },
+    /// An export that takes and returns bytes, or a command's stdin and stdout.
+    Bytes { export: Option<String>, body: Bytes },
+    /// Like `Export`, with stdout sent on as it is written.
+    Stream { export: Option<String>, args: Value, stdin: Bytes, stdout: mpsc::Sender<Bytes> },
+    /// A request for a `wasi:http` handler.
+    Http(http::Request),
+}
+
+pub struct Outcome {
+    pub function_id: String,
+    pub revision: Revision,
+    pub output: Output,
+    pub usage: Usage,
+}
+
+pub enum Output {
+    Value(Value),
+    Bytes(Bytes),
+    Response(http::Response),
+}
+
+/// What a call cost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// CPU time of the guest and of the host functions it called.
+    pub cpu_us: u64,
+    /// From arrival to now, waiting included.
+    pub wall_us: u64,
+    /// Waiting for a permit.
+    pub queue_us: u64,
+    pub memory_peak_bytes: u64,
+}
+
+impl Runtime {
+    /// Runs one call. Dropping the future stops it.
+    pub async fn invoke(&self, invocation: Invocation) -> Result<Outcome, Failure> {
+        let arrived = Instant::now();
+        let function = self.catalog.resolve(&invocation.tenant, &invocation.function)?;
+        let revision = serving(&function)?;
+
+        let patience = invocation.deadline.unwrap_or(DEADLINE_MAX).min(DEADLINE_MAX);
+        let permit = self.admission.admit(&invocation.tenant, arrived + patience).await?;
+
+        let loaded = self.load(revision, permit.account()).await?;
+        let prepared = prepare(&loaded.entry, invocation.call)?;
+        let time = Time { arrived, queued: permit.waited, deadline_ms: deadline_ms(invocation.deadline, revision, &permit) };
+        let meter = Arc::new(Meter::default());
+        let guest = Guest {
+            pool: self.pool.clone(),
+            environment: self.environment(revision, &permit, &time, &prepared, &meter),
+            settlement: Settlement::new(self, &function, revision, invocation.id, &meter),
+            function_id: function.id.clone(),
+            reuse: revision.settings.reuse,
+            loaded,
+            permit,
+        };
+        let ended = match prepared {
+            Prepared::Http(request) => self.exchange(guest, request, &time, &meter).await,
+            Prepared::Call(call, _) => self.call(guest, call, &time, &meter).await,
+        };
+        let usage = time.usage(&meter);
+        let output = ended.map_err(|failed| failed.into_failure(usage))?;
+        Ok(Outcome { function_id: function.id.clone(), revision: revision.revision.clone(), output, usage })
+    }
+
+    async fn call(
+        &self,
+        guest: Guest,
+        call: GuestCall,
+        time: &Time,
+        meter: &Arc<Meter>,
+    ) -> Result<Output, http::Failed> {
+        let running = Box::pin(guest.call(call));
+        let supervised = Supervised::new(running, time.deadline(), meter.clone(), self.background.clone());
+        match supervised.await {
+            Ok(result) => Ok(result?),
+            Err(Stopped::AtDeadline) => Err(GuestError::from(Fault::Deadline { deadline_ms: time.deadline_ms }).into()),
+            Err(Stopped::Panicked(message)) => Err(http::Failed::Panicked(message)),
+        }
+    }
+
+    async fn exchange(
+        &self,
+        guest: Guest,
+        request: http::Request,
+        time: &Time,
+        meter: &Arc<Meter>,
+    ) -> Result<Output, http::Failed> {
+        let (head, response) = oneshot::channel();
+        let failed = Arc::new(AtomicBool::new(false));
+        let running = Box::pin(guest.exchange(Exchange { request, head, failed: failed.clone() }));
+        let supervised = Supervised::new(running, time.deadline(), meter.clone(), self.background.clone());
+        http::respond(supervised, response, failed, time.deadline_ms).await.map(Output::Response)
+    }
+
+    fn environment(
+        &self,
+        revision: &RevisionRecord,
+        permit: &Permit,
+        time: &Time,
+        prepared: &Prepared,
+        meter: &Arc<Meter>,
+    ) -> Environment {
+        let account = permit.account();
+        let limits = &account.limits;
+        let log = Sink::Log { bytes_max: limits.log_bytes_max };
+        let (args, stdin, stdout) = match prepared {
+            Prepared::Call(GuestCall::Command { args, stdin, .. }, stdout) => {
+                let result = || Sink::Result { bytes_max: limits.output_bytes_max };
+                (args.clone(), stdin.clone(), stdout.clone().map_or_else(result, Sink::Stream))
+            }
+            Prepared::Call(_, Some(stdout)) => (Vec::new(), Bytes::new(), Sink::Stream(stdout.clone())),
+            _ => (Vec::new(), Bytes::new(), log.clone()),
+        };
+        Environment {
+            account: account.clone(),
+            memory_bytes_max: revision.settings.memory_bytes.unwrap_or(u64::MAX).min(limits.memory_bytes_max),
+            deadline: time.deadline(),
+            deadline_ms: time.deadline_ms,
+            env: revision.settings.env.clone(),
+            args,
+            stdin,
+            stdout,
+            stderr: log,
+            meter: meter.clone(),
+            outbound: self.outbound.clone(),
+        }
+    }
+}
+
+/// The revision that serves this call.
+fn serving(function: &FunctionRecord) -> Result<&RevisionRecord, Rejection> {
+    let revision = function.pick().ok_or_else(|| Rejection::NotFound {
+        what: "revision with traffic of function",
+        name: function.name.clone(),
+        tenant: function.tenant.clone(),
+    })?;
+    match &revision.quarantined {
+        None => Ok(revision),
+        Some(why) => Err(Rejection::Quarantined {
+            name: function.name.clone(),
+            revision: revision.revision.short().to_owned(),
+            why: why.clone(),
+        }),
+    }
+}
+
+/// The tightest of what the caller, the function and the tenant allow.
+fn deadline_ms(asked: Option<Duration>, revision: &RevisionRecord, permit: &Permit) -> u64 {
+    let asked = asked.map_or(u64::MAX, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
+    let function = revision.settings.deadline_ms.unwrap_or(u64::MAX);
+    asked.min(function).min(permit.account().limits.deadline_ms_max)
+}
+
+/// The clock of one call.
+struct Time {
+    arrived: Instant,
+    queued: Duration,
+    deadline_ms: u64,
+}
+
+impl Time {
+    fn deadline(&self) -> Instant {
+        self.arrived + Duration::from_millis(self.deadline_ms)
+    }
+
+    fn usage(&self, meter: &Meter) -> Usage {
+        let us = |d: Duration| u64::try_from(d.as_micros()).unwrap_or(u64::MAX);
+        Usage {
+            cpu_us: meter.cpu_ns.load(Ordering::Relaxed) / 1000,
+            wall_us: us(self.arrived.elapsed()),
+            queue_us: us(self.queued),
+            memory_peak_bytes: meter.memory_peak_bytes.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// A call that fits its function: the export exists and the arguments have its types. Nothing is instantiated yet.
+enum Prepared {
+    Call(GuestCall, Option<mpsc::Sender<Bytes>>),
+    Http(http::Request),
+}
+
+enum GuestCall {
+    Core { export: usize, args: Vec<wasmtime::Val> },
+    Component { export: usize, args: Vec<wasmtime::component::Val>, bytes_out: bool },
+    Command { args: Vec<String>, stdin: Bytes, bytes_out: bool },
+}
+
+fn prepare(entry: &Entry, call: Call) -> Result<Prepared, Rejection> {
+    let (export, args, stdin, stdout) = match call {
+        Call::Http(request) => {
+            return match entry {
+                Entry::HttpP2(_) | Entry::HttpP3(_) => Ok(Prepared::Http(request)),
+                _ => Err(Rejection::WrongKind {
+                    kind: entry.kind(),
+                    instead: "it has no wasi:http handler; use POST /functions/NAME/invoke".to_owned(),
+                }),
+            };
+        }
+        Call::Export { export, args, stdin } => (export, Args::Json(args), stdin, None),
+        Call::Stream { export, args, stdin, stdout } => (export, Args::Json(args), stdin, Some(stdout)),
+        Call::Bytes { export, body } => (export, Args::Bytes(body), Bytes::new(), None),
+    };
+    let call = match (entry, args) {
+        (Entry::HttpP2(_) | Entry::HttpP3(_), _) => {
+            let instead = "send a request to /run/NAME/…".to_owned();
+            return Err(Rejection::WrongKind { kind: entry.kind(), instead });
+        }
+        (Entry::Core { exports, .. }, Args::Json(args)) => {
+            let (export, args) = core::prepare(exports, export.as_deref(), &args)?;
+            GuestCall::Core { export, args }
+        }
+        (Entry::Core { .. }, Args::Bytes(_)) => {
+            let why = "exports of a core module take numbers; call it with JSON".to_owned();
+            return Err(Rejection::InvalidArgs { why });
+        }
+        (Entry::Component { exports, .. }, args) => {
+            let bytes_out = matches!(args, Args::Bytes(_));
+            let (export, args) = component::prepare(exports, export.as_deref(), &args)?;
+            GuestCall::Component { export, args, bytes_out }
+        }
+        (Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_), args) => match args {
+            Args::Bytes(body) => GuestCall::Command { args: vec![], stdin: body, bytes_out: true },
+            Args::Json(args) => GuestCall::Command { args: command::args(&args)?, stdin, bytes_out: false },
+        },
+    };
+    Ok(Prepared::Call(call, stdout))
+}
+
+/// Everything a guest needs to run by itself, on whatever thread.
+struct Guest {
+    pool: Arc<Pool>,
+    loaded: Arc<Loaded>,
+    function_id: String,
+    reuse: bool,
+    permit: Permit,
+    environment: Environment,
+    settlement: Settlement,
+}
+
+impl Guest {
+    async fn call(self, call: GuestCall) -> Result<Output, GuestError> {
+        let Guest { pool, loaded, function_id, reuse, permit, environment, mut settlement } = self;
+        let meter = environment.meter.clone();
+        let result = async {
+            let mut lease = pool.lease(&loaded, &function_id, permit, environment).await?;
+            let output = call_in(&mut lease, &loaded.entry, call, &meter).await?;
+            if reuse {
+                pool.keep(&loaded, &function_id, lease);
+            }
+            Ok(output)
+        }
+        .await;
+        settlement.end(&result);
+        result
+    }
+
+    async fn exchange(self, exchange: Exchange) -> Result<(), GuestError> {
+        let Guest { pool, loaded, function_id, reuse, permit, environment, mut settlement } = self;
+        let result = async {
+            let mut lease = pool.lease(&loaded, &function_id, permit, environment).await?;
+            match &mut lease.instance {
+                Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
+                Instance::HttpP3(service) => http::p3(&mut lease.store, service, exchange).await?,
+                _ => return Err(mismatched()),
+            }
+            if reuse {
+                pool.keep(&loaded, &function_id, lease);
+            }
+            Ok(())
+        }
+        .await;
+        settlement.end(&result);
+        result
+    }
+}
+
+async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, meter: &Meter) -> Result<Output, GuestError> {
+    let Lease { store, instance, .. } = lease;
+    match (call, &*instance, entry) {
+        (GuestCall::Core { export, args }, Instance::Core(instance), Entry::Core { exports, .. }) => {
+            core::call(store, instance, &exports[export], &args).await.map(Output::Value)
+        }
+        (
+            GuestCall::Component { export, args, bytes_out },
+            Instance::Component(instance),
+            Entry::Component { exports, .. },
+        ) => {
+            let results = component::call(store, instance, &exports[export], &args).await?;
+            match bytes_out {
+                true => component::to_bytes(&results).map(Output::Bytes),
+                false => Ok(Output::Value(component::to_json(&results))),
+            }
+        }
+        (GuestCall::Command { bytes_out, .. }, instance, _) => {
+            let exit_code = match instance {
+                Instance::Core(instance) => command::core(store, instance).await?,
+                Instance::CommandP2(command) => command::p2(store, command).await?,
+                Instance::CommandP3(command) => command::p3(store, command).await?,
+                _ => return Err(mismatched()),
+            };
+            let stdout = std::mem::take(&mut *meter.captured.stdout.lock());
+            match bytes_out {
+                true if exit_code == 0 => Ok(Output::Bytes(Bytes::from(stdout))),
+                true => Err(Fault::Exit { code: exit_code }.into()),
+                false => {
+                    let stdout = String::from_utf8_lossy(&stdout);
+                    let stderr = meter.captured.stderr.lock();
+                    let stderr = String::from_utf8_lossy(&stderr);
+                    Ok(Output::Value(json!({ "exit_code": exit_code, "stdout": stdout, "stderr": stderr })))
+                }
+            }
+        }
+        _ => Err(mismatched()),
+    }
+}
+
+/// The entry and the instance made from it disagree: cannot happen, and harms only this call if it does.
+fn mismatched() -> GuestError {
+    Fault::Start { why: "the instance is not of the kind its revision was deployed as".to_owned() }.into()
+}
+
+/// Settles a call when it is over, however it ended: keeps its output for `logs` and counts its fault.
+struct Settlement {
+    logs: Arc<crate::logs::Logs>,
+    metrics: crate::metrics::Metrics,
+    function: Arc<FunctionRecord>,
+    revision: Revision,
+    id: u128,
+    meter: Arc<Meter>,
+    ended: Option<Result<(), String>>,
+}
+
+impl Settlement {
+    fn new(
+        runtime: &Runtime,
+        function: &Arc<FunctionRecord>,
+        revision: &RevisionRecord,
+        id: u128,
+        meter: &Arc<Meter>,
+    ) -> Settlement {
+        Settlement {
+            logs: runtime.logs.clone(),
+            metrics: runtime.metrics.clone(),
+            function: function.clone(),
+            revision: revision.revision.clone(),
+            id,
+            meter: meter.clone(),
+            ended: None,
+        }
+    }
+
+    fn end<T>(&mut self, result: &Result<T, GuestError>) {
+        self.ended = Some(match result {
+            Ok(_) => Ok(()),
+            Err(GuestError::Faulted(fault)) => Err(fault.to_string()),
+            Err(GuestError::Rejected(rejection)) => Err(rejection.to_string()),
+        });
+    }
+}
+
+impl Drop for Settlement {
+    fn drop(&mut self) {
+        let fault = match self.ended.take() {
+            Some(Ok(())) => None,
+            Some(Err(fault)) => Some(fault),
+            None => Some("stopped: it met its deadline or its caller went away".to_owned()),
+        };
+        if fault.is_some() {
+            self.metrics.invocation_faults.inc();
+        }
+        let dropped = self.meter.captured.dropped_bytes.load(Ordering::Relaxed);
+        self.metrics.log_bytes_dropped.inc_by(dropped);
+        self.logs.keep(&self.function.id, &self.revision, self.id, &self.meter, fault);
+    }
+}

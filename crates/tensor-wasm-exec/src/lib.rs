@@ -1,0 +1,34 @@
+//! The TensorWasm runtime: everything between "this tenant wants to call this function" and "here is what it returned
+//! and what it cost". It knows nothing of HTTP routes, status codes or command lines; those are `tensor-wasm-api` and
+//! `tensor-wasm-cli`.
+//!
+//! One request is one straight path, and the modules below are listed in the order it meets them:
+//!
+//! ```text
+//! Invocation → Permit → Lease → Outcome          (invoke.rs holds the path itself)
+//! ```
+//!
+//! Everything that can go wrong on it is one of three things (`failure.rs`): a [`Rejection`] (refused before running),
+//! a [`Fault`] (the guest's own doing) or a [`Bug`] (ours).
+
+pub mod invoke;
+
+pub mod admission;
+pub mod catalog;
+pub mod compile;
+pub mod engine;
+pub mod guest;
+pub mod pool;
+
+pub mod jobs;
+pub mod logs;
+
+pub mod config;
+pub mod failure;
+pub mod metrics;
+pub mod runtime;
+
+pub use config::Config;
+pub use failure::{Bug, Failure, Fault, Rejection};
+pub use invoke::{Call, Invocation, Outcome, Output, Usage};
+pub use runtime::Runtime;

@@ -1,0 +1,51 @@
+//! What the runtime counts about itself. The HTTP metrics are the gateway's (`tensor-wasm-api/src/metrics.rs`); both
+//! register into one registry, and `cargo xtask tidy` checks that each registered metric is written somewhere.
+
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+
+#[derive(Debug, Default, Clone)]
+pub struct Metrics {
+    /// Instances that exist now: running a call, or kept for reuse.
+    pub active_instances: Gauge,
+    pub instance_spawns: Counter,
+    pub instance_terminations: Counter,
+    pub invocation_faults: Counter,
+    pub jobs_active: Gauge,
+    pub jobs_queued: Gauge,
+    pub compiles: Counter,
+    pub compile_failures: Counter,
+    pub artifact_loads: Counter,
+    pub quarantined: Counter,
+    pub log_bytes_dropped: Counter,
+    pub streaming_chunks_emitted: Counter,
+}
+
+impl Metrics {
+    pub fn register(&self, registry: &mut Registry) {
+        let gauges = [
+            ("active_instances", "Wasm instances in existence", &self.active_instances),
+            ("jobs_active", "Jobs running", &self.jobs_active),
+            ("jobs_queued", "Jobs waiting to run", &self.jobs_queued),
+        ];
+        for (name, help, gauge) in gauges {
+            registry.register(name, help, gauge.clone());
+        }
+        // The encoder appends `_total`.
+        let counters = [
+            ("instance_spawns", "Instances created", &self.instance_spawns),
+            ("instance_terminations", "Instances ended", &self.instance_terminations),
+            ("invocation_faults", "Calls that ended in a guest's fault", &self.invocation_faults),
+            ("compiles", "Modules compiled", &self.compiles),
+            ("compile_failures", "Modules refused by the compiler", &self.compile_failures),
+            ("artifact_loads", "Compiled artifacts mapped", &self.artifact_loads),
+            ("quarantined", "Files and records set aside as damaged", &self.quarantined),
+            ("log_bytes_dropped", "Guest output beyond the log limit", &self.log_bytes_dropped),
+            ("streaming_chunks_emitted", "Chunks sent by invoke-stream", &self.streaming_chunks_emitted),
+        ];
+        for (name, help, counter) in counters {
+            registry.register(name, help, counter.clone());
+        }
+    }
+}

@@ -1,0 +1,386 @@
+//! From a revision to a running instance: the step from [`Permit`] to [`Lease`].
+//!
+//! A revision is loaded once (its artifact mapped, its imports resolved, its exports listed) and stays loaded while it is
+//! among the most recently used. A lease is an instance of it, fresh from Wasmtime's pool of memories, or, where the
+//! function's author allows reuse, one that served an earlier call of the same function. A faulted instance never goes
+//! back, and instances are never shared between functions, even of the same bytes: they may belong to two tenants.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use parking_lot::Mutex;
+use tokio::runtime::Handle;
+use tokio::sync::OnceCell;
+use wasmtime::{PoolConcurrencyLimitError, Store, component};
+use wasmtime_wasi::{p2, p3};
+use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
+
+use crate::admission::Permit;
+use crate::catalog::{Catalog, Flavor, Kind, Revision};
+use crate::compile::{self, Code};
+use crate::engine::Engines;
+use crate::failure::{Bug, Failure, Rejection};
+use crate::guest::budget::Refused;
+use crate::guest::component::ComponentExport;
+use crate::guest::core::CoreExport;
+use crate::guest::state::{Environment, State};
+use crate::guest::{GuestError, fault, state};
+use crate::metrics::Metrics;
+
+/// Host memory a component's call may fill with lifted values before it is stopped. A `list<u8>` result costs some
+/// thirty times its size as values, so this must not follow the guest's memory limit.
+const LIFTED_BYTES_MAX: usize = 64 << 20;
+
+/// A call may be served by an instance this often before a new one takes its place: a slow leak in a guest stays small.
+const REUSES_MAX: u32 = 10_000;
+
+pub(crate) struct Pool {
+    pub engines: Arc<Engines>,
+    linkers: Linkers,
+    loaded: Mutex<HashMap<Revision, Arc<Slot>>>,
+    loaded_max: usize,
+    idle_max: usize,
+    idle: Arc<AtomicUsize>,
+    uses: AtomicU64,
+    background: Handle,
+    metrics: Metrics,
+}
+
+struct Linkers {
+    core: wasmtime::Linker<State>,
+    plain: component::Linker<State>,
+    concurrent: component::Linker<State>,
+}
+
+#[derive(Default)]
+struct Slot {
+    loaded: OnceCell<Arc<Loaded>>,
+    last_use: AtomicU64,
+}
+
+/// A revision ready to be instantiated.
+pub(crate) struct Loaded {
+    pub entry: Entry,
+    flavor: Flavor,
+    /// Kept instances by function id, for functions that allow it.
+    idle: Mutex<HashMap<String, Vec<Kept>>>,
+}
+
+/// How a revision is entered, with its imports already resolved.
+pub(crate) enum Entry {
+    Core { pre: wasmtime::InstancePre<State>, exports: Vec<CoreExport> },
+    CoreCommand(wasmtime::InstancePre<State>),
+    Component { pre: component::InstancePre<State>, exports: Vec<ComponentExport> },
+    CommandP2(p2::bindings::CommandPre<State>),
+    CommandP3(p3::bindings::CommandPre<State>),
+    HttpP2(http_p2::bindings::ProxyPre<State>),
+    HttpP3(http_p3::bindings::ServicePre<State>),
+}
+
+pub(crate) enum Instance {
+    Core(wasmtime::Instance),
+    Component(component::Instance),
+    CommandP2(p2::bindings::Command),
+    CommandP3(p3::bindings::Command),
+    HttpP2(http_p2::bindings::Proxy),
+    /// Taken while a call runs in it.
+    HttpP3(Option<http_p3::bindings::Service>),
+}
+
+/// An instance waiting for its function's next call.
+struct Kept {
+    store: Store<State>,
+    instance: Instance,
+    reuses: u32,
+    _alive: Alive,
+    _counted: Counted,
+}
+
+/// An instance to run one call in, and the permit to do so.
+pub(crate) struct Lease {
+    // Dropped in this order: the store gives its memory back before the permit lets the next call in.
+    pub store: Store<State>,
+    pub instance: Instance,
+    alive: Alive,
+    reuses: u32,
+    _permit: Permit,
+}
+
+impl Entry {
+    pub(crate) fn kind(&self) -> &'static str {
+        match self {
+            Entry::Core { .. } => "core module",
+            Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_) => "command",
+            Entry::Component { .. } => "component",
+            Entry::HttpP2(_) | Entry::HttpP3(_) => "wasi:http",
+        }
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(
+        engines: Arc<Engines>,
+        config: &crate::config::Config,
+        background: Handle,
+        metrics: Metrics,
+    ) -> wasmtime::Result<Pool> {
+        let mut core = wasmtime::Linker::new(&engines.plain);
+        wasmtime_wasi::p1::add_to_linker_async(&mut core, State::p1)?;
+        let mut plain = component::Linker::new(&engines.plain);
+        p2::add_to_linker_async(&mut plain)?;
+        http_p2::add_only_http_to_linker_async(&mut plain)?;
+        let mut concurrent = component::Linker::new(&engines.concurrent);
+        p2::add_to_linker_async(&mut concurrent)?;
+        http_p2::add_only_http_to_linker_async(&mut concurrent)?;
+        p3::add_to_linker(&mut concurrent)?;
+        http_p3::add_to_linker(&mut concurrent)?;
+        Ok(Pool {
+            engines,
+            linkers: Linkers { core, plain, concurrent },
+            loaded: Mutex::default(),
+            loaded_max: config.engine.loaded_max,
+            idle_max: config.server.concurrency_max,
+            idle: Arc::default(),
+            uses: AtomicU64::new(0),
+            background,
+            metrics,
+        })
+    }
+
+    /// The revision, loaded; `recompile` is asked for its artifact where there is none that fits.
+    pub(crate) async fn load<R>(
+        self: &Arc<Self>,
+        catalog: &Arc<Catalog>,
+        revision: &Revision,
+        kind: Kind,
+        flavor: Flavor,
+        recompile: R,
+    ) -> Result<Arc<Loaded>, Failure>
+    where
+        R: AsyncFnOnce() -> Result<(), Failure>,
+    {
+        let slot = self.slot(revision);
+        if let Some(loaded) = slot.loaded.get() {
+            return Ok(loaded.clone());
+        }
+        let map = || {
+            let (pool, catalog, revision) = (self.clone(), catalog.clone(), revision.clone());
+            let work = move || {
+                let code = compile::load(&catalog, &pool.engines, &revision, flavor)?;
+                Some(pool.link(code, kind, flavor))
+            };
+            let joined = self.background.spawn_blocking(work);
+            async { joined.await.map_err(|e| Failure::from(Bug(e.to_string()))) }
+        };
+        let loaded = slot
+            .loaded
+            .get_or_try_init(async || {
+                if let Some(linked) = map().await? {
+                    return linked.map(Arc::new).map_err(Failure::from);
+                }
+                recompile().await?;
+                let linked = map().await?.ok_or_else(|| Bug("an artifact vanished after it was compiled".to_owned()))?;
+                linked.map(Arc::new).map_err(Failure::from)
+            })
+            .await?;
+        Ok(loaded.clone())
+    }
+
+    /// Resolves imports and lists exports. An import nobody provides is named in the rejection.
+    pub(crate) fn link(&self, code: Code, kind: Kind, flavor: Flavor) -> Result<Loaded, Rejection> {
+        let unlinked = |e: wasmtime::Error| Rejection::InvalidWasm { why: format!("{e:#}") };
+        let entry = match code {
+            Code::Module(module) => {
+                let pre = self.linkers.core.instantiate_pre(&module).map_err(unlinked)?;
+                match kind {
+                    Kind::CoreCommand => Entry::CoreCommand(pre),
+                    _ => Entry::Core { pre, exports: crate::guest::core::exports(&module) },
+                }
+            }
+            Code::Component(component) => {
+                let linker = match flavor {
+                    Flavor::Plain => &self.linkers.plain,
+                    Flavor::Concurrent => &self.linkers.concurrent,
+                };
+                let pre = linker.instantiate_pre(&component).map_err(unlinked)?;
+                match kind {
+                    Kind::HttpHandler => match http_p2::bindings::ProxyPre::new(pre.clone()) {
+                        Ok(proxy) => Entry::HttpP2(proxy),
+                        Err(_) => Entry::HttpP3(http_p3::bindings::ServicePre::new(pre).map_err(unlinked)?),
+                    },
+                    Kind::ComponentCommand => match p2::bindings::CommandPre::new(pre.clone()) {
+                        Ok(command) => Entry::CommandP2(command),
+                        Err(_) => Entry::CommandP3(p3::bindings::CommandPre::new(pre).map_err(unlinked)?),
+                    },
+                    _ => Entry::Component { pre, exports: crate::guest::component::exports(&component) },
+                }
+            }
+        };
+        self.metrics.artifact_loads.inc();
+        Ok(Loaded { entry, flavor, idle: Mutex::default() })
+    }
+
+    /// An instance for one call of `function`.
+    pub(crate) async fn lease(
+        &self,
+        loaded: &Loaded,
+        function: &str,
+        permit: Permit,
+        environment: Environment,
+    ) -> Result<Lease, GuestError> {
+        let kept = loaded.idle.lock().get_mut(function).and_then(Vec::pop);
+        if let Some(mut kept) = kept {
+            kept.store.data_mut().rebind(environment.deadline, environment.deadline_ms, environment.meter);
+            kept.store.set_epoch_deadline(1);
+            let Kept { store, instance, reuses, _alive: alive, .. } = kept;
+            return Ok(Lease { store, instance, alive, reuses, _permit: permit });
+        }
+        let engine = self.engines.get(loaded.flavor);
+        let mut store = state::store(engine, environment, self.engines.clock().ticking());
+        let instance = match instantiate(&loaded.entry, &mut store).await {
+            Err(error) if error.is::<PoolConcurrencyLimitError>() && self.idle.load(Ordering::Relaxed) > 0 => {
+                self.drop_idle();
+                instantiate(&loaded.entry, &mut store).await
+            }
+            other => other,
+        };
+        let instance = instance.map_err(|error| cannot_start(&store, &permit, &error))?;
+        Ok(Lease { store, instance, alive: Alive::new(&self.metrics), reuses: 0, _permit: permit })
+    }
+
+    /// Takes an instance back for the function's next call, if there is room. Only for calls that ended well.
+    pub(crate) fn keep(&self, loaded: &Loaded, function: &str, lease: Lease) {
+        let Some(counted) = Counted::take(&self.idle, self.idle_max) else { return };
+        if lease.reuses >= REUSES_MAX {
+            return;
+        }
+        let Lease { store, instance, alive, reuses, _permit } = lease;
+        let kept = Kept { store, instance, reuses: reuses + 1, _alive: alive, _counted: counted };
+        let mut idle = loaded.idle.lock();
+        match idle.get_mut(function) {
+            Some(waiting) => waiting.push(kept),
+            None => drop(idle.insert(function.to_owned(), vec![kept])),
+        }
+    }
+
+    /// Forgets the kept instances of a function: its settings changed or it is gone.
+    pub(crate) fn forget(&self, function: &str) {
+        let slots: Vec<_> = self.loaded.lock().values().cloned().collect();
+        for loaded in slots.iter().filter_map(|slot| slot.loaded.get()) {
+            let gone = loaded.idle.lock().remove(function);
+            drop(gone);
+        }
+    }
+
+    fn drop_idle(&self) {
+        let slots: Vec<_> = self.loaded.lock().values().cloned().collect();
+        for loaded in slots.iter().filter_map(|slot| slot.loaded.get()) {
+            let gone = std::mem::take(&mut *loaded.idle.lock());
+            drop(gone);
+        }
+    }
+
+    fn slot(&self, revision: &Revision) -> Arc<Slot> {
+        let now = self.uses.fetch_add(1, Ordering::Relaxed);
+        let mut evicted = None;
+        let mut loaded = self.loaded.lock();
+        if let Some(slot) = loaded.get(revision) {
+            slot.last_use.store(now, Ordering::Relaxed);
+            return slot.clone();
+        }
+        if loaded.len() >= self.loaded_max {
+            let oldest = loaded.iter().min_by_key(|(_, slot)| slot.last_use.load(Ordering::Relaxed));
+            let oldest = oldest.map(|(revision, _)| revision.clone());
+            evicted = oldest.and_then(|revision| loaded.remove(&revision));
+        }
+        let slot = loaded.entry(revision.clone()).or_default().clone();
+        slot.last_use.store(now, Ordering::Relaxed);
+        drop(loaded);
+        // Unmapping code is a system call; not under the lock.
+        drop(evicted);
+        slot
+    }
+}
+
+async fn instantiate(entry: &Entry, store: &mut Store<State>) -> wasmtime::Result<Instance> {
+    Ok(match entry {
+        Entry::Core { pre, .. } | Entry::CoreCommand(pre) => Instance::Core(pre.instantiate_async(store).await?),
+        Entry::Component { pre, .. } => {
+            store.set_hostcall_fuel(LIFTED_BYTES_MAX);
+            Instance::Component(pre.instantiate_async(store).await?)
+        }
+        Entry::CommandP2(pre) => Instance::CommandP2(pre.instantiate_async(store).await?),
+        Entry::CommandP3(pre) => Instance::CommandP3(pre.instantiate_async(store).await?),
+        Entry::HttpP2(pre) => Instance::HttpP2(pre.instantiate_async(store).await?),
+        Entry::HttpP3(pre) => Instance::HttpP3(Some(pre.instantiate_async(store).await?)),
+    })
+}
+
+/// Instantiation failed: a limit was in the way, or the guest's own start code failed.
+fn cannot_start(store: &Store<State>, permit: &Permit, error: &wasmtime::Error) -> GuestError {
+    let account = permit.account();
+    match store.data().budget.refused {
+        Some(Refused::TenantLimit) => {
+            return GuestError::Rejected(Rejection::TenantBusy {
+                tenant: account.name.to_string(),
+                running: 0,
+                queued: 0,
+                why: "its instances hold all the memory it may have ([limits] tenant_memory_bytes_max)",
+                retry_after: std::time::Duration::from_secs(1),
+            });
+        }
+        Some(Refused::InstanceLimit { asked_bytes }) => {
+            let bytes_max = account.limits.memory_bytes_max;
+            return GuestError::Rejected(Rejection::ModuleMemoryTooLarge { bytes: asked_bytes, bytes_max });
+        }
+        None => {}
+    }
+    if error.is::<PoolConcurrencyLimitError>() {
+        return GuestError::Rejected(Rejection::ServerBusy {
+            running: 0,
+            queued: 0,
+            why: "no pooled instance is free",
+            retry_after: std::time::Duration::from_secs(1),
+        });
+    }
+    match error.is::<wasmtime::Trap>() || error.is::<crate::failure::Fault>() || error.is::<wasmtime_wasi::I32Exit>() {
+        true => fault(error).into(),
+        false => GuestError::Rejected(Rejection::ModuleOverLimits { why: format!("{error:#}") }),
+    }
+}
+
+/// Counts an instance while it exists.
+struct Alive(Metrics);
+
+impl Alive {
+    fn new(metrics: &Metrics) -> Alive {
+        metrics.instance_spawns.inc();
+        metrics.active_instances.inc();
+        Alive(metrics.clone())
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.instance_terminations.inc();
+        self.0.active_instances.dec();
+    }
+}
+
+/// A place among the kept instances.
+struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    fn take(count: &Arc<AtomicUsize>, max: usize) -> Option<Counted> {
+        let more = |n: usize| (n < max).then_some(n + 1);
+        count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
+        Some(Counted(count.clone()))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

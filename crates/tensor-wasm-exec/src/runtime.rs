@@ -1,0 +1,295 @@
+//! The runtime as a whole: what it is made of, how it opens, how functions are deployed, how it stops. The path of one
+//! call is `invoke.rs`.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use tokio::runtime::Handle;
+
+use crate::admission::{Account, Admission};
+use crate::catalog::store::{Change, Table};
+use crate::catalog::{
+    Catalog, Damage, FunctionRecord, Revision, RevisionRecord, Settings, StoreError, check_name, now_ms,
+};
+use crate::compile::Compiler;
+use crate::config::Config;
+use crate::engine::Engines;
+use crate::failure::{Bug, Failure, Rejection};
+use crate::guest::http::Outbound;
+use crate::jobs::Jobs;
+use crate::logs::Logs;
+use crate::metrics::Metrics;
+use crate::pool::{Loaded, Pool};
+
+/// How much nicer background threads are than serving ones: about a tenth of the CPU when both want all of it.
+const BACKGROUND_NICE: i32 = 10;
+
+/// The check of everything on disk begins this long after the start, so that it does not compete with first calls.
+const SCRUB_AFTER: Duration = Duration::from_secs(2);
+
+/// Between two looks at whether running calls are done, while shutting down.
+const DRAIN_POLL: Duration = Duration::from_millis(5);
+
+pub struct Runtime {
+    pub config: Arc<Config>,
+    pub catalog: Arc<Catalog>,
+    pub admission: Arc<Admission>,
+    pub logs: Arc<Logs>,
+    pub metrics: Metrics,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) jobs: Jobs,
+    pub(crate) outbound: Arc<Outbound>,
+    pub(crate) background: Handle,
+    engines: Arc<Engines>,
+    compiler: Compiler,
+    threads: Option<tokio::runtime::Runtime>,
+}
+
+/// Why a runtime does not open.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error("the engine cannot be set up: {0}")]
+    Engine(String),
+    #[error("cannot start threads: {0}")]
+    Threads(#[from] std::io::Error),
+}
+
+/// A function as it stands after a deploy.
+pub struct Deployed {
+    pub function: Arc<FunctionRecord>,
+    pub revision: Revision,
+    /// Whether this deploy made the function.
+    pub created: bool,
+}
+
+impl Runtime {
+    /// Opens a data directory. `worker_exe` is the binary whose `compile-worker` command compiles modules; without one
+    /// they are compiled in this process. Must not be called from an async task: recovery blocks.
+    pub fn open(
+        data_dir: &Path,
+        config: Config,
+        worker_exe: Option<PathBuf>,
+    ) -> Result<(Arc<Runtime>, Vec<Damage>), OpenError> {
+        let config = Arc::new(config);
+        let threads = tokio::runtime::Builder::new_multi_thread()
+            .thread_name("background")
+            .enable_all()
+            .on_thread_start(|| {
+                // Refused only in odd sandboxes, where everything then has the same priority.
+                let _ = rustix::process::setpriority_process(None, BACKGROUND_NICE);
+            })
+            .build()?;
+        let background = threads.handle().clone();
+        let (catalog, mut damages) = Catalog::open(data_dir)?;
+        let records = catalog.store.all(Table::Jobs)?;
+        let (jobs, changed, damaged) = Jobs::recover(records);
+        let mut changes: Vec<Change> =
+            changed.iter().map(|job| Change::put(Table::Jobs, format!("{}\0{}", job.tenant, job.id), job)).collect();
+        for (key, bytes, why) in damaged {
+            let what = format!("record of job {}", key.replace('\0', "/"));
+            tracing::error!(what, why, "quarantined");
+            catalog.files.quarantine_bytes(&format!("job-{}", key.replace(['\0', '/'], "-")), &bytes, &why);
+            damages.push(Damage { what, why });
+            changes.push(Change::Delete(Table::Jobs, key));
+        }
+        if !changes.is_empty() {
+            catalog.store.write_blocking(changes)?;
+        }
+        let metrics = Metrics::default();
+        metrics.quarantined.inc_by(damages.len() as u64);
+        let engines = Arc::new(Engines::new(&config).map_err(|e| OpenError::Engine(format!("{e:#}")))?);
+        let pool = Pool::new(engines.clone(), &config, background.clone(), metrics.clone())
+            .map_err(|e| OpenError::Engine(format!("{e:#}")))?;
+        let compiler = match worker_exe {
+            Some(exe) => Compiler::with_worker(exe, &config),
+            None => Compiler::in_process(&config),
+        };
+        let runtime = Arc::new(Runtime {
+            catalog: Arc::new(catalog),
+            admission: Admission::new(config.clone()),
+            logs: Arc::default(),
+            pool: Arc::new(pool),
+            jobs,
+            outbound: Arc::new(Outbound::new(&config.server.outbound_http)),
+            metrics,
+            config,
+            background,
+            engines,
+            compiler,
+            threads: Some(threads),
+        });
+        runtime.start_jobs();
+        runtime.start_scrub();
+        Ok((runtime, damages))
+    }
+
+    /// Where work goes that must not delay requests: deploys, long guests, jobs.
+    pub fn background(&self) -> &Handle {
+        &self.background
+    }
+
+    /// Compiles a module or component, keeps it and gives it the function's traffic. Nothing is changed unless all of it
+    /// succeeds. Call it on the background runtime: it syncs files.
+    pub async fn deploy(
+        &self,
+        tenant: &str,
+        name: &str,
+        wasm: Bytes,
+        settings: Settings,
+    ) -> Result<Deployed, Failure> {
+        check_name(name)?;
+        check_settings(&settings)?;
+        let account = self.admission.account(tenant);
+        let limits = &account.limits;
+        if wasm.len() > limits.module_bytes_max {
+            return Err(Rejection::ModuleTooLarge { bytes: wasm.len(), bytes_max: limits.module_bytes_max }.into());
+        }
+        let known = self.catalog.resolve(tenant, name).is_ok_and(|f| f.name == name);
+        if !known && self.catalog.count(tenant) >= limits.functions_max {
+            let why = format!("tenant {tenant:?} has {} functions, which is its limit ([limits] functions_max)", limits.functions_max);
+            return Err(Rejection::Conflict { why }.into());
+        }
+        let revision = Revision::of(&wasm);
+        let _pinned = self.catalog.pin_source(&revision, &wasm)?;
+        let shape = match self.catalog.shape(&revision) {
+            Some(shape) => shape,
+            None => {
+                let compiled = self.compile(&revision, &account).await?;
+                (compiled.kind, compiled.flavor)
+            }
+        };
+        let record = RevisionRecord {
+            revision: revision.clone(),
+            kind: shape.0,
+            flavor: shape.1,
+            bytes: wasm.len() as u64,
+            created_ms: now_ms(),
+            settings,
+            quarantined: None,
+        };
+        self.load(&record, &account).await?;
+        let function = self.catalog.deploy(tenant, name, record, limits.revisions_max).await?;
+        self.pool.forget(&function.id);
+        Ok(Deployed { function, revision, created: !known })
+    }
+
+    pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
+        let function = self.catalog.resolve(tenant, name)?;
+        self.catalog.delete(tenant, name).await?;
+        self.pool.forget(&function.id);
+        self.logs.forget(&function.id);
+        Ok(())
+    }
+
+    /// The revision ready to be instantiated; compiled again from its source where its artifact is missing, damaged or of
+    /// another engine.
+    pub(crate) async fn load(&self, revision: &RevisionRecord, account: &Account) -> Result<Arc<Loaded>, Failure> {
+        let id = &revision.revision;
+        let recompile = async || {
+            let (catalog, source) = (self.catalog.clone(), id.clone());
+            let checked = self.background.spawn_blocking(move || catalog.read_source(&source).map(drop));
+            if let Err(why) = checked.await.map_err(|e| Bug(e.to_string()))? {
+                self.metrics.quarantined.inc();
+                self.catalog.quarantine(id, &why).await;
+                let (name, revision) = ("its function".to_owned(), id.short().to_owned());
+                return Err(Rejection::Quarantined { name, revision, why }.into());
+            }
+            self.compile(id, account).await.map(drop)
+        };
+        self.pool.load(&self.catalog, id, revision.kind, revision.flavor, recompile).await
+    }
+
+    async fn compile(&self, revision: &Revision, account: &Account) -> Result<crate::compile::Compiled, Failure> {
+        let compiled = self
+            .compiler
+            .compile(&self.catalog, &self.engines, &self.config.engine, revision, &account.limits)
+            .await;
+        match &compiled {
+            Ok(_) => self.metrics.compiles.inc(),
+            Err(_) => self.metrics.compile_failures.inc(),
+        };
+        compiled
+    }
+
+    /// Checks everything on disk against its hash and brings artifacts up to date with this engine, in the background.
+    fn start_scrub(self: &Arc<Self>) {
+        let runtime = Arc::downgrade(self);
+        self.background.spawn(async move {
+            tokio::time::sleep(SCRUB_AFTER).await;
+            let Some(runtime) = runtime.upgrade() else { return };
+            runtime.scrub().await;
+        });
+    }
+
+    pub(crate) async fn scrub(&self) {
+        self.catalog.sweep_sources();
+        for function in self.catalog.everything() {
+            for revision in function.revisions.iter().filter(|r| r.quarantined.is_none()) {
+                if self.admission.is_closed() {
+                    return;
+                }
+                let (catalog, id) = (self.catalog.clone(), revision.revision.clone());
+                let source = self.background.spawn_blocking(move || catalog.read_source(&id).map(drop)).await;
+                if let Ok(Err(why)) = source
+                    && self.catalog.resolve(&function.tenant, &function.name).is_ok_and(|f| f.revision(&revision.revision).is_some())
+                {
+                    self.metrics.quarantined.inc();
+                    self.catalog.quarantine(&revision.revision, &why).await;
+                    continue;
+                }
+                if self.catalog.artifact_digest(&revision.revision, self.engines.id(revision.flavor)).is_none() {
+                    let account = self.admission.account(&function.tenant);
+                    if let Err(error) = self.compile(&revision.revision, &account).await {
+                        tracing::error!(function = function.name, %error, "could not compile it for this engine");
+                    }
+                }
+            }
+        }
+        tracing::debug!("everything on disk was checked");
+    }
+
+    /// Refuses new calls and waits for the running ones, up to the limit. Returns how many were still running.
+    pub async fn drain(&self, limit: Duration) -> usize {
+        self.admission.close();
+        self.jobs.stop();
+        let until = Instant::now() + limit;
+        loop {
+            let running = self.admission.depth().running;
+            if running == 0 || Instant::now() >= until {
+                return running;
+            }
+            tokio::time::sleep(DRAIN_POLL).await;
+        }
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        // Dropping a Tokio runtime blocks, which a task may not do.
+        if let Some(threads) = self.threads.take() {
+            threads.shutdown_background();
+        }
+    }
+}
+
+fn check_settings(settings: &Settings) -> Result<(), Rejection> {
+    const ENV_BYTES_MAX: usize = 32 << 10;
+    let invalid = |why: &str| Err(Rejection::InvalidArgs { why: format!("settings: {why}") });
+    if settings.deadline_ms == Some(0) {
+        return invalid("deadline_ms must be at least 1");
+    }
+    if settings.memory_bytes == Some(0) {
+        return invalid("memory_bytes must be at least 1");
+    }
+    if settings.env.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>() > ENV_BYTES_MAX {
+        return invalid("env has more than 32 KiB");
+    }
+    if settings.env.iter().any(|(k, v)| k.is_empty() || k.contains(['=', '\0']) || v.contains('\0')) {
+        return invalid("env names are not empty and hold no '=' or NUL; values hold no NUL");
+    }
+    Ok(())
+}
