@@ -1,1 +1,40 @@
-fn main(){}
+//! Chores of the workspace, run as `cargo xtask NAME`.
+
+#![expect(clippy::print_stdout, reason = "a chore reports on stdout")]
+
+mod demo;
+mod guests;
+mod results;
+mod tidy;
+
+use std::path::PathBuf;
+
+use clap::Parser;
+
+#[derive(Parser)]
+#[command(about = "Chores of the workspace")]
+enum Chore {
+    /// Build the guests of tests, examples and benchmarks for wasm32, into target/guests.
+    Guests,
+    /// Start a server, deploy three examples, call each, print a table; then serve until Ctrl-C.
+    Demo,
+    /// Check that the papers match the code.
+    Tidy,
+    /// Print every result file under bench-results/ as one table, shortfalls first.
+    Results,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Chore::parse() {
+        Chore::Guests => guests::build(),
+        Chore::Demo => demo::run(),
+        Chore::Tidy => tidy::check(),
+        Chore::Results => results::print(),
+    }
+}
+
+/// The repository's root.
+pub(crate) fn root() -> PathBuf {
+    let here = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    here.parent().map_or(here.clone(), PathBuf::from)
+}

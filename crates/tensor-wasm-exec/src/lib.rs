@@ -21,6 +21,7 @@ pub mod guest;
 pub mod pool;
 
 pub mod jobs;
+pub mod local;
 pub mod logs;
 
 pub mod config;

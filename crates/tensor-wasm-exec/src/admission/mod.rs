@@ -191,7 +191,8 @@ mod tests {
 
         // A waiter that is granted and dropped without ever being polled again gives the place back.
         let mut granted = Box::pin(admission.admit("b", soon()));
-        assert!(futures_util::poll!(granted.as_mut()).is_pending());
+        let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(granted.as_mut().poll(cx))).await;
+        assert!(polled.is_pending());
         drop(first);
         assert_eq!(admission.depth(), Depth { running: 1, waiting: 0 });
         drop(granted);

@@ -34,11 +34,11 @@ pub struct Account {
     pub memory_used_bytes: AtomicU64,
 }
 
-pub type Ticket = u64;
+pub(super) type Ticket = u64;
 
 /// What becomes of an arriving call.
 #[derive(Debug)]
-pub enum Decision {
+pub(super) enum Decision {
     Admitted(Arc<Account>),
     Waiting(Ticket, Arc<Account>),
     Rejected(Rejection),
@@ -46,7 +46,7 @@ pub enum Decision {
 
 /// A waiting call whose turn has come.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Granted<W> {
+pub(super) struct Granted<W> {
     pub ticket: Ticket,
     pub waiter: W,
 }
@@ -65,7 +65,7 @@ struct Tenant<W> {
     pass: u64,
 }
 
-pub struct Queue<W> {
+pub(super) struct Queue<W> {
     running_max: usize,
     waiting_max: usize,
     tenants: HashMap<Arc<str>, Tenant<W>>,
@@ -79,7 +79,7 @@ pub struct Queue<W> {
 }
 
 impl<W> Queue<W> {
-    pub fn new(running_max: usize, waiting_max: usize, limits_of: Box<dyn Fn(&str) -> Limits + Send>) -> Self {
+    pub(super) fn new(running_max: usize, waiting_max: usize, limits_of: Box<dyn Fn(&str) -> Limits + Send>) -> Self {
         Queue {
             running_max,
             waiting_max,
@@ -93,7 +93,7 @@ impl<W> Queue<W> {
     }
 
     /// A call of `tenant` arrives at `now` (any monotonic time). `waiter` is made only if it must wait.
-    pub fn arrive(&mut self, tenant: &str, now: Duration, waiter: impl FnOnce() -> W) -> Decision {
+    pub(super) fn arrive(&mut self, tenant: &str, now: Duration, waiter: impl FnOnce() -> W) -> Decision {
         let (total, running_max, waiting_max) = (self.total, self.running_max, self.waiting_max);
         let state = self.tenant(tenant, now);
         let limits = &state.account.limits;
@@ -142,7 +142,7 @@ impl<W> Queue<W> {
     }
 
     /// A running call of `tenant` ended. Its place goes to the returned waiter, if any may use it.
-    pub fn depart(&mut self, tenant: &str) -> Option<Granted<W>> {
+    pub(super) fn depart(&mut self, tenant: &str) -> Option<Granted<W>> {
         let state = self.tenants.get_mut(tenant)?;
         state.running = state.running.saturating_sub(1);
         self.total.running = self.total.running.saturating_sub(1);
@@ -150,7 +150,7 @@ impl<W> Queue<W> {
     }
 
     /// A waiting call gave up. Returns whether it was still waiting; if not, it was granted and must depart.
-    pub fn give_up(&mut self, tenant: &str, ticket: Ticket) -> bool {
+    pub(super) fn give_up(&mut self, tenant: &str, ticket: Ticket) -> bool {
         let Some(state) = self.tenants.get_mut(tenant) else { return false };
         let Some(at) = state.waiting.iter().position(|w| w.ticket == ticket) else { return false };
         state.waiting.remove(at);
@@ -161,17 +161,17 @@ impl<W> Queue<W> {
         true
     }
 
-    pub fn depth(&self) -> Depth {
+    pub(super) fn depth(&self) -> Depth {
         self.total
     }
 
     /// The account of a tenant, made on first sight.
-    pub fn account(&mut self, tenant: &str, now: Duration) -> Arc<Account> {
+    pub(super) fn account(&mut self, tenant: &str, now: Duration) -> Arc<Account> {
         self.tenant(tenant, now).account.clone()
     }
 
     /// Each known tenant with its depth and memory, for the API and metrics.
-    pub fn accounts(&self) -> Vec<(Arc<Account>, Depth)> {
+    pub(super) fn accounts(&self) -> Vec<(Arc<Account>, Depth)> {
         let depth = |t: &Tenant<W>| Depth { running: t.running, waiting: t.waiting.len() };
         self.tenants.values().map(|t| (t.account.clone(), depth(t))).collect()
     }

@@ -16,7 +16,7 @@ pub(crate) struct ComponentExport {
     /// `function`, or `interface#function` as in `demo:math/vectors#dot`.
     pub name: String,
     pub ty: ComponentFunc,
-    index: ComponentExportIndex,
+    pub index: ComponentExportIndex,
 }
 
 /// Every function a component exports, those inside exported interfaces included.
@@ -105,7 +105,7 @@ pub(crate) fn prepare(
 }
 
 /// By full name, or by function name alone where only one interface has it.
-fn find(exports: &[ComponentExport], name: Option<&str>) -> Result<usize, Rejection> {
+pub(crate) fn find(exports: &[ComponentExport], name: Option<&str>) -> Result<usize, Rejection> {
     let names = || exports.iter().map(|e| e.name.as_str());
     let Some(name) = name else {
         return if exports.len() == 1 { Ok(0) } else { Err(missing("", names())) };

@@ -1,0 +1,109 @@
+//! The one place that decides which HTTP status a failure becomes. Kinds are stable names for programs, messages are for
+//! people: `{"error":{"kind":"…","message":"…"}}`.
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use serde_json::json;
+use tensor_wasm_exec::{Failure, Fault, Rejection};
+
+/// An answer that is not the one the caller hoped for.
+#[derive(Debug)]
+pub struct ApiError {
+    pub status: StatusCode,
+    pub kind: &'static str,
+    pub message: String,
+    pub retry_after_s: Option<u64>,
+}
+
+impl ApiError {
+    pub(crate) fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> ApiError {
+        ApiError { status, kind, message: message.into(), retry_after_s: None }
+    }
+
+    pub(crate) fn bad_request(kind: &'static str, message: impl Into<String>) -> ApiError {
+        ApiError::new(StatusCode::BAD_REQUEST, kind, message)
+    }
+
+    /// The body of the answer, also used inside event streams.
+    pub(crate) fn body(&self) -> serde_json::Value {
+        json!({ "error": { "kind": self.kind, "message": self.message } })
+    }
+}
+
+impl From<Failure> for ApiError {
+    fn from(failure: Failure) -> ApiError {
+        let (kind, message) = (failure.kind(), failure.to_string());
+        match failure {
+            Failure::Rejected(rejection) => rejection.into(),
+            Failure::Faulted(fault, _) => ApiError::new(fault_status(&fault), kind, message),
+            Failure::Bug(bug) => {
+                // What exactly broke is for the operator; a guest's caller has no use for our internals.
+                tracing::error!(%bug, "internal error");
+                let message = "an internal error; the server's log has the details under this trace id";
+                ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, kind, message)
+            }
+        }
+    }
+}
+
+impl From<Rejection> for ApiError {
+    fn from(rejection: Rejection) -> ApiError {
+        ApiError {
+            status: rejection_status(&rejection),
+            kind: rejection.kind(),
+            message: rejection.to_string(),
+            // Rounded up: asking a moment too early earns the same answer again.
+            retry_after_s: rejection.retry_after().map(|after| after.as_secs_f64().ceil().max(1.0) as u64),
+        }
+    }
+}
+
+fn rejection_status(rejection: &Rejection) -> StatusCode {
+    match rejection {
+        Rejection::InvalidName { .. }
+        | Rejection::InvalidWasm { .. }
+        | Rejection::ModuleOverLimits { .. }
+        | Rejection::CompileTooLong { .. }
+        | Rejection::InvalidArgs { .. }
+        | Rejection::WrongArgCount { .. }
+        | Rejection::MissingExport { .. }
+        | Rejection::WrongKind { .. } => StatusCode::BAD_REQUEST,
+        Rejection::NotFound { .. } => StatusCode::NOT_FOUND,
+        Rejection::Conflict { .. } | Rejection::Quarantined { .. } => StatusCode::CONFLICT,
+        Rejection::ModuleTooLarge { .. } | Rejection::ModuleMemoryTooLarge { .. } | Rejection::TooLarge { .. } => {
+            StatusCode::PAYLOAD_TOO_LARGE
+        }
+        Rejection::RateLimited { .. } | Rejection::TenantBusy { .. } | Rejection::TooManyJobs { .. } => {
+            StatusCode::TOO_MANY_REQUESTS
+        }
+        Rejection::ServerBusy { .. } | Rejection::ShuttingDown | Rejection::Storage { .. } => {
+            StatusCode::SERVICE_UNAVAILABLE
+        }
+    }
+}
+
+fn fault_status(fault: &Fault) -> StatusCode {
+    match fault {
+        Fault::Deadline { .. } => StatusCode::GATEWAY_TIMEOUT,
+        Fault::BadResponse { .. } => StatusCode::BAD_GATEWAY,
+        Fault::Trap { .. } | Fault::Exit { .. } | Fault::OutputTooLarge { .. } | Fault::Start { .. } => {
+            StatusCode::UNPROCESSABLE_ENTITY
+        }
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = (self.status, Json(self.body())).into_response();
+        if let Some(seconds) = self.retry_after_s {
+            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response.extensions_mut().insert(ErrorKind(self.kind));
+        response
+    }
+}
+
+/// Rides along with an error response so that the audit log can name it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ErrorKind(pub &'static str);

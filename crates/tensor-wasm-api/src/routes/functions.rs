@@ -1,0 +1,353 @@
+//! Functions: deploy, list, show, revisions, rollback, traffic, delete.
+
+use std::collections::BTreeMap;
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Path, Query, Request, State};
+use axum::response::{IntoResponse, Response};
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
+use bytes::Bytes;
+use http::{HeaderMap, StatusCode, header};
+use serde::{Deserialize, Serialize};
+use tensor_wasm_exec::catalog::{FunctionRecord, RevisionRecord, Settings};
+use utoipa::ToSchema;
+
+use crate::body;
+use crate::error::ApiError;
+use crate::gateway::{Shared, audited, empty};
+
+/// Base64 and JSON around a module: its size on the wire is up to this many times its own, plus the rest of the object.
+const BASE64_GROWTH: f64 = 1.37;
+const JSON_SLACK_BYTES: usize = 64 << 10;
+
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DeployRequest {
+    name: String,
+    /// The module or component, base64.
+    wasm_b64: String,
+    #[serde(default)]
+    settings: SettingsView,
+}
+
+/// What a function's author chooses; all optional.
+#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct SettingsView {
+    /// Keep instances and call them again: the author promises that calls leave nothing behind.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    reuse: bool,
+    /// Answer `/run/NAME` without a token.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    public: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    deadline_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    env: BTreeMap<String, String>,
+}
+
+impl From<SettingsView> for Settings {
+    fn from(view: SettingsView) -> Settings {
+        let SettingsView { reuse, public, deadline_ms, memory_bytes, env } = view;
+        Settings { reuse, public, deadline_ms, memory_bytes, env }
+    }
+}
+
+impl From<&Settings> for SettingsView {
+    fn from(settings: &Settings) -> SettingsView {
+        let Settings { reuse, public, deadline_ms, memory_bytes, env } = settings.clone();
+        SettingsView { reuse, public, deadline_ms, memory_bytes, env }
+    }
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct FunctionView {
+    id: String,
+    name: String,
+    tenant: String,
+    /// The revision that gets (most of) the traffic: the BLAKE3 hash of its bytes.
+    revision: Option<String>,
+    kind: Option<&'static str>,
+    created_ms: u64,
+    traffic: Vec<ShareView>,
+    /// The path of its HTTP endpoint, for `wasi:http` handlers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    url: Option<String>,
+}
+
+#[derive(Debug, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ShareView {
+    revision: String,
+    weight: u32,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct RevisionView {
+    revision: String,
+    kind: &'static str,
+    bytes: u64,
+    created_ms: u64,
+    /// Its share of the traffic in percent.
+    traffic_percent: f64,
+    settings: SettingsView,
+    /// Why it cannot be served, if it was found damaged.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    quarantined: Option<String>,
+}
+
+impl FunctionView {
+    fn of(function: &FunctionRecord) -> FunctionView {
+        let current = function.current();
+        let kind = current.map(|r| r.kind.as_str());
+        FunctionView {
+            id: function.id.clone(),
+            name: function.name.clone(),
+            tenant: function.tenant.clone(),
+            revision: current.map(|r| r.revision.as_str().to_owned()),
+            kind,
+            created_ms: function.created_ms,
+            traffic: shares(function),
+            url: (kind == Some("http_handler")).then(|| format!("/run/{}/", function.name)),
+        }
+    }
+}
+
+fn shares(function: &FunctionRecord) -> Vec<ShareView> {
+    let view = |s: &tensor_wasm_exec::catalog::Share| ShareView { revision: s.revision.as_str().to_owned(), weight: s.weight };
+    function.traffic.iter().map(view).collect()
+}
+
+fn revision_view(function: &FunctionRecord, revision: &RevisionRecord) -> RevisionView {
+    let total: u32 = function.traffic.iter().map(|s| s.weight).sum();
+    let own: u32 = function.traffic.iter().filter(|s| s.revision == revision.revision).map(|s| s.weight).sum();
+    RevisionView {
+        revision: revision.revision.as_str().to_owned(),
+        kind: revision.kind.as_str(),
+        bytes: revision.bytes,
+        created_ms: revision.created_ms,
+        traffic_percent: if total == 0 { 0.0 } else { f64::from(own) * 100.0 / f64::from(total) },
+        settings: (&revision.settings).into(),
+        quarantined: revision.quarantined.clone(),
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct DeployQuery {
+    name: Option<String>,
+    /// JSON of [`SettingsView`].
+    settings: Option<String>,
+}
+
+/// Deploys a function: JSON with the module in base64, or the module itself as `application/wasm` with `?name=`.
+#[utoipa::path(post, path = "/functions", request_body = DeployRequest,
+    params(("name" = Option<String>, Query, description = "with an application/wasm body"),
+           ("settings" = Option<String>, Query, description = "JSON object, with an application/wasm body")),
+    responses((status = 201, body = FunctionView), (status = 400), (status = 413)))]
+pub(crate) async fn deploy(
+    State(gateway): State<Shared>,
+    query: Result<Query<DeployQuery>, axum::extract::rejection::QueryRejection>,
+    request: Request,
+) -> Response {
+    let (parts, body) = request.into_parts();
+    let tenant = match gateway.tokens.tenant(&parts.headers) {
+        Ok(tenant) => tenant,
+        Err(error) => return error.into_response(),
+    };
+    let mut name = String::new();
+    let result = deploy_for(&gateway, &tenant, query.map(|Query(q)| q), &parts.headers, body, &mut name).await;
+    audited("function.deploy", &tenant, &name, result)
+}
+
+async fn deploy_for(
+    gateway: &Shared,
+    tenant: &str,
+    query: Result<DeployQuery, axum::extract::rejection::QueryRejection>,
+    headers: &HeaderMap,
+    body: Body,
+    name: &mut String,
+) -> Result<Response, ApiError> {
+    let module_bytes_max = gateway.runtime.config.limits_of(tenant).module_bytes_max;
+    let is_wasm = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(b"application/wasm"));
+    let (wasm, settings) = if is_wasm {
+        let query = query.map_err(|e| ApiError::bad_request("invalid_args", e.to_string()))?;
+        *name = query
+            .name
+            .ok_or_else(|| ApiError::bad_request("invalid_name", "an application/wasm body needs ?name=NAME"))?;
+        let settings: SettingsView = match query.settings {
+            Some(json) => serde_json::from_str(&json)
+                .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
+            None => SettingsView::default(),
+        };
+        let wasm = body::read(body, module_bytes_max, gateway.body_idle()).await.map_err(as_module)?;
+        (wasm, settings)
+    } else {
+        let bytes_max = grown(module_bytes_max);
+        let json = body::read(body, bytes_max, gateway.body_idle()).await.map_err(as_module)?;
+        let request: DeployRequest = serde_json::from_slice(&json)
+            .map_err(|e| ApiError::bad_request("invalid_json", format!("the request body: {e}")))?;
+        drop(json);
+        *name = request.name;
+        let wasm = BASE64
+            .decode(request.wasm_b64.as_bytes())
+            .map_err(|e| ApiError::bad_request("invalid_base64", format!("wasm_b64: {e}")))?;
+        (Bytes::from(wasm), request.settings)
+    };
+    let (runtime, tenant, deployed_name) = (gateway.runtime.clone(), tenant.to_owned(), name.clone());
+    // Not on this thread: it compiles and syncs files. Not tied to this connection either: once the module is here, a
+    // client that leaves does not undo the deploy.
+    let work = async move { runtime.deploy(&tenant, &deployed_name, wasm, settings.into()).await };
+    let deployed = gateway.runtime.background().spawn(work).await;
+    let deployed = deployed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
+    let status = StatusCode::CREATED;
+    Ok((status, Json(FunctionView::of(&deployed.function))).into_response())
+}
+
+fn grown(module_bytes_max: usize) -> usize {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "a bound")]
+    let encoded = (module_bytes_max as f64 * BASE64_GROWTH) as usize;
+    encoded.saturating_add(JSON_SLACK_BYTES)
+}
+
+/// A deploy's body is a module, so the error names that limit.
+fn as_module(mut error: ApiError) -> ApiError {
+    if error.kind == "body_too_large" {
+        error.kind = "module_too_large";
+        error.message.push_str(" ([limits] module_bytes_max)");
+    }
+    error
+}
+
+#[utoipa::path(get, path = "/functions", responses((status = 200, body = Vec<FunctionView>)))]
+pub(crate) async fn list(State(gateway): State<Shared>, headers: HeaderMap) -> Result<Response, ApiError> {
+    let tenant = gateway.tokens.tenant(&headers)?;
+    let functions: Vec<_> = gateway.runtime.catalog.list(&tenant).iter().map(|f| FunctionView::of(f)).collect();
+    Ok(Json(functions).into_response())
+}
+
+#[utoipa::path(get, path = "/functions/{f}", params(("f" = String, Path, description = "name or id")),
+    responses((status = 200, body = FunctionView), (status = 404)))]
+pub(crate) async fn show(
+    State(gateway): State<Shared>,
+    Path(f): Path<String>,
+    headers: HeaderMap,
+) -> Result<Json<FunctionView>, ApiError> {
+    let tenant = gateway.tokens.tenant(&headers)?;
+    Ok(Json(FunctionView::of(&*gateway.runtime.catalog.resolve(&tenant, &f)?)))
+}
+
+#[utoipa::path(get, path = "/functions/{f}/revisions", params(("f" = String, Path, description = "name or id")),
+    responses((status = 200, body = Vec<RevisionView>), (status = 404)))]
+pub(crate) async fn revisions(
+    State(gateway): State<Shared>,
+    Path(f): Path<String>,
+    headers: HeaderMap,
+) -> Result<Json<Vec<RevisionView>>, ApiError> {
+    let tenant = gateway.tokens.tenant(&headers)?;
+    let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
+    Ok(Json(function.revisions.iter().rev().map(|r| revision_view(&function, r)).collect()))
+}
+
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RollbackRequest {
+    /// A revision or the beginning of one; absent, the one deployed before the current.
+    revision: Option<String>,
+}
+
+#[utoipa::path(post, path = "/functions/{f}/rollback", params(("f" = String, Path, description = "name or id")),
+    request_body = RollbackRequest, responses((status = 200, body = FunctionView), (status = 404), (status = 409)))]
+pub(crate) async fn rollback(
+    State(gateway): State<Shared>,
+    Path(f): Path<String>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    change(&gateway, "function.rollback", &f, &headers, body, |function, request: RollbackRequest| {
+        let revision = match request.revision {
+            Some(revision) => revision,
+            None => previous(function)?,
+        };
+        Ok(vec![(revision, 1)])
+    })
+    .await
+}
+
+fn previous(function: &FunctionRecord) -> Result<String, ApiError> {
+    let current = function.current().map(|r| &r.revision);
+    let at = function.revisions.iter().position(|r| Some(&r.revision) == current).unwrap_or(0);
+    match at.checked_sub(1) {
+        Some(before) => Ok(function.revisions[before].revision.as_str().to_owned()),
+        None => Err(ApiError::new(StatusCode::CONFLICT, "conflict", "there is no earlier revision to go back to")),
+    }
+}
+
+#[derive(Debug, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TrafficRequest {
+    /// One revision, or two that share the traffic by weight.
+    shares: Vec<ShareView>,
+}
+
+#[utoipa::path(put, path = "/functions/{f}/traffic", params(("f" = String, Path, description = "name or id")),
+    request_body = TrafficRequest, responses((status = 200, body = FunctionView), (status = 404), (status = 409)))]
+pub(crate) async fn traffic(
+    State(gateway): State<Shared>,
+    Path(f): Path<String>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    change(&gateway, "function.traffic", &f, &headers, body, |_, request: TrafficRequest| {
+        Ok(request.shares.into_iter().map(|s| (s.revision, s.weight)).collect())
+    })
+    .await
+}
+
+async fn change<R: serde::de::DeserializeOwned>(
+    gateway: &Shared,
+    event: &'static str,
+    f: &str,
+    headers: &HeaderMap,
+    body: Body,
+    shares: impl FnOnce(&FunctionRecord, R) -> Result<Vec<(String, u32)>, ApiError>,
+) -> Response {
+    let tenant = match gateway.tokens.tenant(headers) {
+        Ok(tenant) => tenant,
+        Err(error) => return error.into_response(),
+    };
+    let result = async {
+        let body = body::read(body, gateway.runtime.config.server.body_bytes_max, gateway.body_idle()).await?;
+        let body = if body.is_empty() { Bytes::from_static(b"{}") } else { body };
+        let request = super::invoke::parse_json(&body)?;
+        let function = gateway.runtime.catalog.resolve(&tenant, f)?;
+        let shares = shares(&function, request)?;
+        let (runtime, tenant, f) = (gateway.runtime.clone(), tenant.clone(), f.to_owned());
+        let work = async move { runtime.catalog.set_traffic(&tenant, &f, &shares).await };
+        let changed = gateway.runtime.background().spawn(work).await;
+        let changed = changed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
+        Ok(Json(FunctionView::of(&changed)).into_response())
+    };
+    audited(event, &tenant, f, result.await)
+}
+
+#[utoipa::path(delete, path = "/functions/{f}", params(("f" = String, Path, description = "name or id")),
+    responses((status = 204), (status = 404)))]
+pub(crate) async fn delete(State(gateway): State<Shared>, Path(f): Path<String>, headers: HeaderMap) -> Response {
+    let tenant = match gateway.tokens.tenant(&headers) {
+        Ok(tenant) => tenant,
+        Err(error) => return error.into_response(),
+    };
+    let (runtime, owner, name) = (gateway.runtime.clone(), tenant.clone(), f.clone());
+    let work = async move { runtime.delete(&owner, &name).await };
+    let result = match gateway.runtime.background().spawn(work).await {
+        Ok(Ok(())) => Ok(empty(StatusCode::NO_CONTENT)),
+        Ok(Err(rejection)) => Err(rejection.into()),
+        Err(e) => Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string())),
+    };
+    audited("function.delete", &tenant, &f, result)
+}

@@ -1,0 +1,164 @@
+//! Asynchronous invocations.
+
+use axum::Json;
+use axum::body::Body;
+use axum::extract::{Path, Query, State};
+use axum::response::{IntoResponse, Response};
+use http::{HeaderMap, StatusCode};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tensor_wasm_exec::jobs::{Job, Submission};
+use utoipa::ToSchema;
+
+use super::invoke::parse_json;
+use crate::body;
+use crate::error::ApiError;
+use crate::gateway::{Shared, audited};
+
+pub(crate) const IDEMPOTENCY_KEY: &str = "idempotency-key";
+
+const LISTED_DEFAULT: usize = 50;
+const LISTED_MAX: usize = 1_000;
+
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(default, deny_unknown_fields)]
+pub(crate) struct SubmitRequest {
+    export: Option<String>,
+    #[schema(value_type = Object)]
+    args: Value,
+    stdin: String,
+    /// How often to try if the guest faults; `[jobs] attempts` by default.
+    attempts: Option<u32>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct JobAccepted {
+    job_id: String,
+    state: &'static str,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct JobView {
+    id: String,
+    function: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    export: Option<String>,
+    /// `queued`, `running`, `succeeded`, `failed` or `cancelled`.
+    state: &'static str,
+    attempts: u32,
+    attempts_max: u32,
+    created_ms: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    started_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    finished_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Object)]
+    result: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Object)]
+    error: Option<Value>,
+}
+
+impl From<Job> for JobView {
+    fn from(job: Job) -> JobView {
+        JobView {
+            id: job.id,
+            function: job.function,
+            export: job.export,
+            state: job.state.as_str(),
+            attempts: job.attempts,
+            attempts_max: job.attempts_max,
+            created_ms: job.created_ms,
+            started_ms: job.started_ms,
+            finished_ms: job.finished_ms,
+            result: job.result,
+            error: job.error.map(|e| json!({ "kind": e.kind, "message": e.message })),
+        }
+    }
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct JobsView {
+    jobs: Vec<JobView>,
+}
+
+/// Accepts a call to be made later; the job is on disk when this answers.
+#[utoipa::path(post, path = "/functions/{f}/invoke-async", params(("f" = String, Path, description = "name or id"),
+        ("idempotency-key" = Option<String>, Header, description = "the same key and request make one job")),
+    request_body = SubmitRequest,
+    responses((status = 202, body = JobAccepted), (status = 400), (status = 404), (status = 409), (status = 429), (status = 503)))]
+pub(crate) async fn submit(
+    State(gateway): State<Shared>,
+    Path(f): Path<String>,
+    headers: HeaderMap,
+    body: Body,
+) -> Response {
+    let tenant = match gateway.tokens.tenant(&headers) {
+        Ok(tenant) => tenant,
+        Err(error) => return error.into_response(),
+    };
+    let result = async {
+        let bytes = body::read(body, gateway.runtime.config.server.body_bytes_max, gateway.body_idle()).await?;
+        let SubmitRequest { export, args, stdin, attempts } = parse_json(&bytes)?;
+        let idempotency_key = match headers.get(IDEMPOTENCY_KEY).map(|v| v.to_str()) {
+            None => None,
+            Some(Ok(key)) => Some(key.to_owned()),
+            Some(Err(_)) => return Err(ApiError::bad_request("invalid_args", "Idempotency-Key: it is not text")),
+        };
+        let submission = Submission {
+            tenant: tenant.clone(),
+            function: f.clone(),
+            export,
+            args,
+            stdin,
+            attempts_max: attempts,
+            idempotency_key,
+        };
+        let job = gateway.runtime.submit(submission).await?;
+        let accepted = JobAccepted { job_id: job.id, state: job.state.as_str() };
+        Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
+    };
+    audited("job.submit", &tenant, &f, result.await)
+}
+
+#[derive(Debug, Deserialize)]
+pub(crate) struct ListQuery {
+    limit: Option<usize>,
+}
+
+#[utoipa::path(get, path = "/jobs", params(("limit" = Option<usize>, Query, description = "50 by default, 1000 at most")),
+    responses((status = 200, body = JobsView)))]
+pub(crate) async fn list(
+    State(gateway): State<Shared>,
+    Query(query): Query<ListQuery>,
+    headers: HeaderMap,
+) -> Result<Json<JobsView>, ApiError> {
+    let tenant = gateway.tokens.tenant(&headers)?;
+    let jobs = gateway.runtime.jobs(&tenant, query.limit.unwrap_or(LISTED_DEFAULT).min(LISTED_MAX))?;
+    Ok(Json(JobsView { jobs: jobs.into_iter().map(JobView::from).collect() }))
+}
+
+#[utoipa::path(get, path = "/jobs/{id}", params(("id" = String, Path,)),
+    responses((status = 200, body = JobView), (status = 404)))]
+pub(crate) async fn show(
+    State(gateway): State<Shared>,
+    Path(id): Path<String>,
+    headers: HeaderMap,
+) -> Result<Json<JobView>, ApiError> {
+    let tenant = gateway.tokens.tenant(&headers)?;
+    Ok(Json(gateway.runtime.job(&tenant, &id)?.into()))
+}
+
+/// Cancels a job that has not finished.
+#[utoipa::path(delete, path = "/jobs/{id}", params(("id" = String, Path,)),
+    responses((status = 200, body = JobView), (status = 404), (status = 409)))]
+pub(crate) async fn cancel(State(gateway): State<Shared>, Path(id): Path<String>, headers: HeaderMap) -> Response {
+    let tenant = match gateway.tokens.tenant(&headers) {
+        Ok(tenant) => tenant,
+        Err(error) => return error.into_response(),
+    };
+    let cancelled = gateway.runtime.cancel(&tenant, &id).await;
+    let result = cancelled.map(|job| Json(JobView::from(job)).into_response()).map_err(ApiError::from);
+    audited("job.cancel", &tenant, &id, result)
+}

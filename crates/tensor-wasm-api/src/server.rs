@@ -1,0 +1,228 @@
+//! Sockets and threads: connections are accepted on one thread and served on one thread per core.
+//!
+//! A connection stays on the serving thread it was given, and so do the guests its requests start (unless they turn out
+//! to be long; see `guest/supervise.rs` in `tensor-wasm-exec`): an instance's memory is touched, reset and touched again
+//! by the same core. Connections go to the thread that has the fewest.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use axum::Router;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::conn::auto;
+use hyper_util::service::TowerToHyperService;
+use tensor_wasm_exec::Runtime;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio_util::task::TaskTracker;
+
+use crate::audit::{Audit, Target};
+use crate::auth::Tokens;
+use crate::gateway::Gateway;
+use crate::metrics::HttpMetrics;
+use crate::routes;
+
+/// Request heads larger than this are refused by the HTTP parser.
+const HEAD_BYTES_MAX: usize = 64 << 10;
+
+/// Streams one HTTP/2 connection may have open.
+const HTTP2_STREAMS_MAX: u32 = 256;
+
+/// After an error such as "too many open files", accepting is tried again this much later.
+const ACCEPT_RETRY: Duration = Duration::from_millis(50);
+
+pub struct ServerOptions {
+    pub addr: SocketAddr,
+    pub tokens: Tokens,
+    pub audit: Target,
+    /// Whether spans are exported, so that each request takes its ids from the exporter.
+    pub exporting: bool,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    #[error(
+        "{addr} can be reached from other machines and no tokens are configured; set TENSOR_WASM_API_TOKENS, or bind a \
+         loopback address such as 127.0.0.1:8080"
+    )]
+    PublicWithoutTokens { addr: SocketAddr },
+    #[error("cannot listen on {addr}: {why}")]
+    Listen { addr: SocketAddr, why: std::io::Error },
+    #[error("cannot open the audit log: {0}")]
+    Audit(std::io::Error),
+    #[error("cannot start serving threads: {0}")]
+    Threads(std::io::Error),
+}
+
+/// A bound server; [`Server::run`] serves until told to stop.
+pub struct Server {
+    listener: std::net::TcpListener,
+    gateway: Arc<Gateway>,
+    audit_thread: Option<JoinHandle<()>>,
+}
+
+struct Worker {
+    connections: mpsc::UnboundedSender<std::net::TcpStream>,
+    open: Arc<AtomicUsize>,
+    thread: JoinHandle<()>,
+}
+
+impl Server {
+    pub fn bind(runtime: Arc<Runtime>, options: ServerOptions) -> Result<Server, ServeError> {
+        let addr = options.addr;
+        if options.tokens.is_empty() {
+            if !addr.ip().is_loopback() {
+                return Err(ServeError::PublicWithoutTokens { addr });
+            }
+            tracing::warn!("no tokens are configured: every local process may deploy and call functions of any tenant");
+        }
+        let listen = |why| ServeError::Listen { addr, why };
+        let listener = std::net::TcpListener::bind(addr).map_err(listen)?;
+        listener.set_nonblocking(true).map_err(listen)?;
+        let (audit, audit_thread) = Audit::open(&options.audit).map_err(ServeError::Audit)?;
+        let metrics = HttpMetrics::new(&runtime);
+        let gateway = Gateway { runtime, tokens: options.tokens, metrics, audit, exporting: options.exporting };
+        Ok(Server { listener, gateway: Arc::new(gateway), audit_thread })
+    }
+
+    pub fn local_addr(&self) -> std::io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+
+    /// Serves until `stop` completes, then drains: stops accepting, lets running calls finish up to the configured limit,
+    /// and returns how many had to be abandoned.
+    pub async fn run(self, stop: impl Future<Output = ()>) -> Result<usize, ServeError> {
+        let limits = &self.gateway.runtime.config.server;
+        let (closing, watch_closing) = watch::channel(false);
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let workers: Vec<Worker> = (0..cores)
+            .map(|n| Worker::start(n, self.gateway.clone(), watch_closing.clone()))
+            .collect::<Result<_, _>>()
+            .map_err(ServeError::Threads)?;
+        let addr = self.local_addr().map_err(ServeError::Threads)?;
+        let listener = TcpListener::from_std(self.listener).map_err(|why| ServeError::Listen { addr, why })?;
+
+        tokio::select! {
+            () = accept(&listener, &workers, limits.connections_max, &self.gateway) => {}
+            () = stop => {}
+        }
+        drop(listener);
+        let drain = Duration::from_millis(limits.drain_ms_max);
+        let until = tokio::time::Instant::now() + drain;
+        tracing::info!(limit_ms = limits.drain_ms_max, "shutting down: finishing running calls");
+        closing.send_replace(true);
+        let abandoned = self.gateway.runtime.drain(drain).await;
+        let senders: Vec<_> = workers.into_iter().map(|w| (w.connections, w.thread)).collect();
+        let joined = tokio::task::spawn_blocking(move || {
+            for (connections, thread) in senders {
+                drop(connections);
+                let _ = thread.join();
+            }
+        });
+        // Responses that are still being read by slow clients get what is left of the time.
+        let _ = tokio::time::timeout_at(until.max(tokio::time::Instant::now() + ACCEPT_RETRY), joined).await;
+        self.gateway.audit.close();
+        if let Some(thread) = self.audit_thread {
+            let _ = thread.join();
+        }
+        Ok(abandoned)
+    }
+}
+
+async fn accept(listener: &TcpListener, workers: &[Worker], connections_max: usize, gateway: &Gateway) {
+    loop {
+        let open: usize = workers.iter().map(|w| w.open.load(Ordering::Relaxed)).sum();
+        gateway.metrics.connections.set(i64::try_from(open).unwrap_or(i64::MAX));
+        if open >= connections_max {
+            // The rest wait in the kernel's backlog.
+            tokio::time::sleep(ACCEPT_RETRY).await;
+            continue;
+        }
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(ACCEPT_RETRY).await;
+                continue;
+            }
+        };
+        let _ = stream.set_nodelay(true);
+        let Some(worker) = workers.iter().min_by_key(|w| w.open.load(Ordering::Relaxed)) else { return };
+        if let Ok(stream) = stream.into_std() {
+            worker.open.fetch_add(1, Ordering::Relaxed);
+            let _ = worker.connections.send(stream);
+        }
+    }
+}
+
+impl Worker {
+    fn start(n: usize, gateway: Arc<Gateway>, closing: watch::Receiver<bool>) -> std::io::Result<Worker> {
+        let (connections, incoming) = mpsc::unbounded_channel();
+        let open = Arc::new(AtomicUsize::new(0));
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let count = open.clone();
+        let thread = std::thread::Builder::new()
+            .name(format!("serve-{n}"))
+            .spawn(move || runtime.block_on(serve(gateway, incoming, count, closing)))?;
+        Ok(Worker { connections, open, thread })
+    }
+}
+
+async fn serve(
+    gateway: Arc<Gateway>,
+    mut incoming: mpsc::UnboundedReceiver<std::net::TcpStream>,
+    open: Arc<AtomicUsize>,
+    closing: watch::Receiver<bool>,
+) {
+    let header_read = Duration::from_millis(gateway.runtime.config.server.header_read_ms_max);
+    let router = routes::router(gateway);
+    let tracker = TaskTracker::new();
+    while let Some(stream) = incoming.recv().await {
+        let guard = Open(open.clone());
+        let Ok(stream) = tokio::net::TcpStream::from_std(stream) else { continue };
+        tracker.spawn(connection(stream, router.clone(), header_read, closing.clone(), guard));
+    }
+    tracker.close();
+    tracker.wait().await;
+}
+
+async fn connection(
+    stream: tokio::net::TcpStream,
+    router: Router,
+    header_read: Duration,
+    mut closing: watch::Receiver<bool>,
+    _open: Open,
+) {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder.http1().timer(TokioTimer::new()).header_read_timeout(header_read).max_buf_size(HEAD_BYTES_MAX);
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(HTTP2_STREAMS_MAX)
+        .keep_alive_interval(Some(header_read))
+        .keep_alive_timeout(header_read);
+    let service = TowerToHyperService::new(router);
+    let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
+    let ended = tokio::select! {
+        ended = connection.as_mut() => ended,
+        () = async { drop(closing.wait_for(|closing| *closing).await) } => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(error, "a connection ended early");
+    }
+}
+
+/// Counts a connection while it is open.
+struct Open(Arc<AtomicUsize>);
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

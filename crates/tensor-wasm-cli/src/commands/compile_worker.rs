@@ -1,0 +1,18 @@
+#![expect(clippy::print_stdout, reason = "the answer to the server is read from stdout")]
+
+use std::process::ExitCode;
+
+use crate::{Ended, Failed};
+
+/// Compile one module for the server that started this process.
+#[derive(clap::Args)]
+pub(crate) struct CompileWorker {
+    order: String,
+}
+
+impl CompileWorker {
+    pub(crate) fn execute(self) -> Ended {
+        println!("{}", tensor_wasm_exec::compile::worker(&self.order).map_err(Failed::Usage)?);
+        Ok(ExitCode::SUCCESS)
+    }
+}

@@ -1,0 +1,25 @@
+use std::process::ExitCode;
+
+use crate::client::Client;
+use crate::table::{ago, field, print, print_json, short};
+use crate::{Ended, Global};
+
+/// List the functions of the tenant.
+#[derive(clap::Args)]
+pub(crate) struct Functions {}
+
+impl Functions {
+    pub(crate) fn execute(self, global: &Global) -> Ended {
+        let functions = Client::new(global).get("/functions")?;
+        if global.json {
+            print_json(&functions);
+            return Ok(ExitCode::SUCCESS);
+        }
+        let row = |f: &serde_json::Value| {
+            vec![field(f, "name"), field(f, "kind"), short(&field(f, "revision")), ago(&f["created_ms"]), field(f, "url")]
+        };
+        let rows: Vec<_> = functions.as_array().into_iter().flatten().map(row).collect();
+        print(&["NAME", "KIND", "REVISION", "CREATED", "ENDPOINT"], &rows);
+        Ok(ExitCode::SUCCESS)
+    }
+}

@@ -1,0 +1,15 @@
+//! One file per command, each a `clap` struct with an `execute`.
+
+pub(crate) mod compile_worker;
+pub(crate) mod delete;
+pub(crate) mod deploy;
+pub(crate) mod functions;
+pub(crate) mod invoke;
+pub(crate) mod jobs;
+pub(crate) mod logs;
+pub(crate) mod metrics;
+pub(crate) mod revisions;
+pub(crate) mod rollback;
+pub(crate) mod run;
+pub(crate) mod serve;
+pub(crate) mod split;

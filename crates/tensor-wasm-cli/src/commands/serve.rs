@@ -1,0 +1,101 @@
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use tensor_wasm_api::{AuditTarget, Server, ServerOptions, Telemetry, Tokens};
+use tensor_wasm_exec::{Config, Runtime};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::{Ended, Failed};
+
+/// Serve functions over HTTP until interrupted; then finish running calls and exit 0.
+///
+/// Environment: TENSOR_WASM_API_TOKENS (tokens and the tenants they speak for), TENSOR_WASM_API_RATE_LIMIT_QPS and
+/// TENSOR_WASM_API_RATE_LIMIT_BURST (every tenant's rate), TENSOR_WASM_API_AUDIT_LOG (stdout, none or file:PATH),
+/// TENSOR_WASM_LOG (info, debug…), TENSOR_WASM_OTLP_ENDPOINT (where spans go, as http://host:4318).
+#[derive(clap::Args)]
+pub(crate) struct Serve {
+    /// Where to listen. Anything but loopback needs tokens.
+    #[arg(long, default_value = "127.0.0.1:8080")]
+    addr: SocketAddr,
+    /// Where functions, artifacts and jobs are kept.
+    #[arg(long, default_value = "tensor-wasm-data", value_name = "DIR")]
+    data_dir: PathBuf,
+    /// Limits and tenants (TOML); defaults apply without one.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+}
+
+impl Serve {
+    pub(crate) fn execute(self) -> Ended {
+        let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let log = variable("TENSOR_WASM_LOG").unwrap_or_else(|| "info".to_owned());
+        let telemetry = Telemetry::start(&log, variable("TENSOR_WASM_OTLP_ENDPOINT").as_deref()).map_err(Failed::Usage)?;
+        let tokens = Tokens::parse(&variable("TENSOR_WASM_API_TOKENS").unwrap_or_default()).map_err(Failed::Usage)?;
+        let audit = match variable("TENSOR_WASM_API_AUDIT_LOG") {
+            Some(text) => AuditTarget::parse(&text).map_err(Failed::Usage)?,
+            None => AuditTarget::default(),
+        };
+        let mut config = self.read_config()?;
+        if let Some(qps) = number(variable("TENSOR_WASM_API_RATE_LIMIT_QPS"), "TENSOR_WASM_API_RATE_LIMIT_QPS")? {
+            config.limits.rate_per_second = qps;
+        }
+        if let Some(burst) = number(variable("TENSOR_WASM_API_RATE_LIMIT_BURST"), "TENSOR_WASM_API_RATE_LIMIT_BURST")? {
+            config.limits.rate_burst = burst;
+        }
+        let exe = std::env::current_exe().map_err(|e| Failed::No(e.to_string()))?;
+        let opened = Runtime::open(&self.data_dir, config, Some(exe));
+        let (runtime, damages) = opened.map_err(|e| Failed::No(e.to_string()))?;
+        for damage in &damages {
+            eprintln!("warning: quarantined {}: {}", damage.what, damage.why);
+        }
+        let options = ServerOptions { addr: self.addr, tokens, audit, exporting: telemetry.is_exporting() };
+        let server = Server::bind(runtime.clone(), options).map_err(|e| Failed::Usage(e.to_string()))?;
+        let addr = server.local_addr().map_err(|e| Failed::No(e.to_string()))?;
+        eprintln!("listening on http://{addr} with {} function(s) in {}", runtime.catalog.len(), self.data_dir.display());
+
+        let control = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let control = control.map_err(|e| Failed::No(e.to_string()))?;
+        let served = control.block_on(server.run(stopped()));
+        control.shutdown_background();
+        drop(telemetry);
+        match served {
+            Ok(0) => eprintln!("stopped"),
+            Ok(abandoned) => eprintln!("stopped; {abandoned} call(s) did not finish in time"),
+            Err(error) => return Err(Failed::No(error.to_string())),
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    fn read_config(&self) -> Result<Config, Failed> {
+        let Some(path) = &self.config else { return Ok(Config::default()) };
+        let text = std::fs::read_to_string(path).map_err(|e| Failed::Usage(format!("{}: {e}", path.display())))?;
+        Config::parse(&text).map_err(|e| Failed::Usage(format!("{}: {e}", path.display())))
+    }
+}
+
+fn number<T: std::str::FromStr>(text: Option<String>, name: &str) -> Result<Option<T>, Failed> {
+    match text {
+        None => Ok(None),
+        Some(text) => text.parse().map(Some).map_err(|_| Failed::Usage(format!("{name}: {text:?} is not a number"))),
+    }
+}
+
+/// SIGTERM or SIGINT; a second one ends the process at once.
+async fn stopped() {
+    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        return std::future::pending().await;
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+    }
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        std::process::exit(130);
+    });
+}

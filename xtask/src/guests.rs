@@ -1,0 +1,70 @@
+//! Builds the guests: Rust ones for wasm32 targets, text ones by the `wat` crate.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::{Context, bail};
+
+use crate::root;
+
+/// What is built for which target, and the name it gets under target/guests.
+const BUILT: [(&str, &str, &str); 6] = [
+    ("wasm32-wasip2", "hello.wasm", "hello.wasm"),
+    ("wasm32-wasip2", "http_lab.wasm", "http-lab.wasm"),
+    ("wasm32-wasip2", "typed.wasm", "typed.wasm"),
+    ("wasm32-wasip2", "hello_p3.wasm", "hello-p3.wasm"),
+    ("wasm32-wasip2", "command.wasm", "command.wasm"),
+    ("wasm32-wasip1", "command.wasm", "command-p1.wasm"),
+];
+
+pub(crate) fn build() -> anyhow::Result<()> {
+    let (guests, output) = (root().join("guests"), root().join("target/guests"));
+    std::fs::create_dir_all(&output)?;
+    install("wasm32-wasip2")?;
+    install("wasm32-wasip1")?;
+    cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-wasip2"])?;
+    cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-wasip1", "--package", "command"])?;
+    for (target, built, name) in BUILT {
+        let from = guests.join("target").join(target).join("release").join(built);
+        std::fs::copy(&from, output.join(name)).with_context(|| from.display().to_string())?;
+    }
+    for text in std::fs::read_dir(guests.join("wat"))? {
+        let text = text?.path();
+        let binary = wat::parse_file(&text).with_context(|| text.display().to_string())?;
+        let name = text.file_stem().unwrap_or_default();
+        std::fs::write(output.join(name).with_extension("wasm"), binary)?;
+    }
+    println!("guests are in {}", output.display());
+    Ok(())
+}
+
+/// Adds a target, where rustup has it not yet. Without rustup the toolchain must come with it.
+fn install(target: &str) -> anyhow::Result<()> {
+    let sysroot = Command::new("rustc").args(["--print", "sysroot"]).output().context("rustc")?;
+    let sysroot = String::from_utf8(sysroot.stdout)?;
+    if Path::new(sysroot.trim()).join("lib/rustlib").join(target).join("lib").is_dir() {
+        return Ok(());
+    }
+    println!("adding the target {target}");
+    let added = Command::new("rustup").args(["target", "add", target]).status();
+    match added {
+        Ok(status) if status.success() => Ok(()),
+        _ => bail!("the target {target} is missing; install it with `rustup target add {target}`"),
+    }
+}
+
+fn cargo(dir: &Path, args: &[&str]) -> anyhow::Result<()> {
+    // The outer cargo's settings are for the host.
+    let status = Command::new("cargo")
+        .args(args)
+        .current_dir(dir)
+        .env_remove("CARGO_TARGET_DIR")
+        .env_remove("RUSTFLAGS")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .status()
+        .context("cargo")?;
+    match status.success() {
+        true => Ok(()),
+        false => bail!("cargo {} failed in {}", args.join(" "), dir.display()),
+    }
+}

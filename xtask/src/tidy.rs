@@ -1,0 +1,1 @@
+pub(crate) fn check() -> anyhow::Result<()> { anyhow::bail!("see below") }
