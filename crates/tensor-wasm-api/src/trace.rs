@@ -11,8 +11,8 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
-pub const TRACEPARENT: &str = "traceparent";
-pub const TRACE_ID: &str = "x-trace-id";
+pub(crate) const TRACEPARENT: &str = "traceparent";
+pub(crate) const TRACE_ID: &str = "x-trace-id";
 
 /// Ends telemetry: what is still in memory is exported.
 pub struct Telemetry {

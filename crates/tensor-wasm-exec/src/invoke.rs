@@ -313,8 +313,11 @@ impl Guest {
                 Instance::HttpP3(service) => http::p3(&mut lease.store, service, exchange).await?,
                 _ => return Err(mismatched()),
             }
-            if reuse {
-                pool.keep(&loaded, &function_id, lease);
+            match reuse {
+                true => pool.keep(&loaded, &function_id, lease),
+                // Resetting an instance takes about a tenth of a hello's time. On this thread's queue it happens after the
+                // response has left.
+                false => drop(tokio::spawn(async move { drop(lease) })),
             }
             Ok(())
         }

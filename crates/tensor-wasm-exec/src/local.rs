@@ -226,12 +226,15 @@ impl LocalRun {
 }
 
 /// Advances the engine's epoch while a program with a time limit runs.
-struct TimeLimit(Option<std::sync::mpsc::Sender<()>>);
+struct TimeLimit {
+    /// Hung up when the program is done, which ends the clock.
+    _alive: Option<std::sync::mpsc::Sender<()>>,
+}
 
 impl TimeLimit {
     fn start(engine: &Engine, timeout: Option<Duration>) -> TimeLimit {
         if timeout.is_none() {
-            return TimeLimit(None);
+            return TimeLimit { _alive: None };
         }
         let (alive, ended) = std::sync::mpsc::channel();
         let engine = engine.clone();
@@ -240,7 +243,7 @@ impl TimeLimit {
                 engine.increment_epoch();
             }
         });
-        TimeLimit(Some(alive))
+        TimeLimit { _alive: Some(alive) }
     }
 }
 

@@ -162,6 +162,10 @@ pub(crate) async fn respond(
     });
     let (finished, head) = finished.await;
     let response = match (head, &finished) {
+        // It failed before a byte of its response was sent, so the caller can still be told.
+        (Some(Ok(_)), Poll::Ready(Ok(Err(GuestError::Faulted(fault))))) => {
+            return Err(GuestError::from(fault.clone()).into());
+        }
         (Some(Ok(response)), _) => response,
         (_, Poll::Ready(Err(Stopped::AtDeadline))) => {
             return Err(GuestError::from(Fault::Deadline { deadline_ms }).into());
@@ -176,14 +180,58 @@ pub(crate) async fn respond(
         }
     };
     check_head(&response)?;
-    let guest = match finished {
-        Poll::Ready(_) => None,
-        Poll::Pending => {
-            guest.detach();
-            Some(guest)
-        }
+    if finished.is_pending() {
+        guest.detach();
+        return Ok(response.map(|inner| GuestBody(Content::Streamed { inner, guest: Some(guest), failed })));
+    }
+    let (head, inner) = response.into_parts();
+    let body = match whole(inner) {
+        Ok(bytes) => Content::Whole(Some(bytes).filter(|bytes| !bytes.is_empty())),
+        Err(inner) => Content::Streamed { inner, guest: None, failed },
     };
-    Ok(response.map(|inner| GuestBody { inner, guest, failed }))
+    Ok(http::Response::from_parts(head, GuestBody(body)))
+}
+
+/// The body of a guest that is done, if it is one piece without trailers, which most are: its length is then known, and
+/// head and body leave in one write.
+fn whole(mut body: wasmtime_wasi_http::WasiBody) -> Result<Bytes, wasmtime_wasi_http::WasiBody> {
+    let next = |body: &mut wasmtime_wasi_http::WasiBody| body.frame().now_or_never();
+    let first = match next(&mut body) {
+        Some(None) => return Ok(Bytes::new()),
+        Some(Some(Ok(frame))) => frame,
+        Some(Some(Err(error))) => return Err(rejoin(Err(error), body)),
+        None => return Err(body),
+    };
+    if !first.is_data() {
+        return Err(rejoin(Ok(first), body));
+    }
+    match next(&mut body) {
+        Some(None) => first.into_data().map_err(|frame| rejoin(Ok(frame), body)),
+        Some(Some(second)) => Err(rejoin(Ok(first), rejoin(second, body))),
+        None => Err(rejoin(Ok(first), body)),
+    }
+}
+
+/// Puts a frame back in front of the body it was taken from.
+fn rejoin(
+    frame: Result<Frame<Bytes>, wasmtime_wasi_http::Error>,
+    rest: wasmtime_wasi_http::WasiBody,
+) -> wasmtime_wasi_http::WasiBody {
+    struct Rejoined {
+        frame: Option<Result<Frame<Bytes>, wasmtime_wasi_http::Error>>,
+        rest: wasmtime_wasi_http::WasiBody,
+    }
+    impl Body for Rejoined {
+        type Data = Bytes;
+        type Error = wasmtime_wasi_http::Error;
+        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+            match self.frame.take() {
+                Some(frame) => Poll::Ready(Some(frame)),
+                None => Pin::new(&mut self.rest).poll_frame(cx),
+            }
+        }
+    }
+    Rejoined { frame: Some(frame), rest }.boxed_unsync()
 }
 
 /// Why there is no response.
@@ -212,11 +260,18 @@ fn check_head(response: &http::Response<wasmtime_wasi_http::WasiBody>) -> Result
     }
 }
 
-/// A response body written by a guest that may still be running.
-pub struct GuestBody {
-    inner: wasmtime_wasi_http::WasiBody,
-    guest: Option<Supervised<Result<(), GuestError>>>,
-    failed: Arc<AtomicBool>,
+/// A guest's response body.
+pub struct GuestBody(Content);
+
+enum Content {
+    /// One piece, not yet sent.
+    Whole(Option<Bytes>),
+    /// Written by a guest that may still be running.
+    Streamed {
+        inner: wasmtime_wasi_http::WasiBody,
+        guest: Option<Supervised<Result<(), GuestError>>>,
+        failed: Arc<AtomicBool>,
+    },
 }
 
 impl Body for GuestBody {
@@ -227,16 +282,19 @@ impl Body for GuestBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        let frame = std::task::ready!(Pin::new(&mut self.inner).poll_frame(cx));
-        match frame {
+        let (inner, guest, failed) = match &mut self.0 {
+            Content::Whole(bytes) => return Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Content::Streamed { inner, guest, failed } => (inner, guest, failed),
+        };
+        match std::task::ready!(Pin::new(inner).poll_frame(cx)) {
             Some(Ok(frame)) => Poll::Ready(Some(Ok(frame))),
             Some(Err(error)) => Poll::Ready(Some(Err(Box::new(error)))),
-            None if self.failed.load(Ordering::Acquire) => {
+            None if failed.load(Ordering::Acquire) => {
                 Poll::Ready(Some(Err("the guest failed before its response was complete".into())))
             }
             None => {
                 // The response is whole. What the guest still does is its own affair, until its deadline.
-                if let Some(mut guest) = self.guest.take() {
+                if let Some(mut guest) = guest.take() {
                     guest.outlive();
                 }
                 Poll::Ready(None)
@@ -245,11 +303,14 @@ impl Body for GuestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        false
+        matches!(self.0, Content::Whole(None))
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.inner.size_hint()
+        match &self.0 {
+            Content::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Content::Streamed { inner, .. } => inner.size_hint(),
+        }
     }
 }
 

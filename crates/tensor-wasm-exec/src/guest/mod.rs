@@ -55,7 +55,8 @@ pub(crate) fn fault(error: &wasmtime::Error) -> Fault {
 fn where_it_was(trace: &wasmtime::WasmBacktrace) -> String {
     const FRAMES: usize = 4;
     let name = |frame: &wasmtime::FrameInfo| match frame.func_name() {
-        Some(name) => name.to_owned(),
+        // The hash that mangled names end with means nothing to a reader.
+        Some(name) => format!("{:#}", rustc_demangle::demangle(name)),
         None => format!("function {}", frame.func_index()),
     };
     trace.frames().iter().take(FRAMES).map(name).collect::<Vec<_>>().join(" < ")

@@ -1,0 +1,186 @@
+//! Deploying: kinds, revisions, rollback, traffic, and everything that is refused.
+
+use std::collections::BTreeMap;
+
+use crate::support::{Options, Server, guest_bytes};
+
+const ONE: &str = r#"(module (func (export "which") (result i32) i32.const 1))"#;
+const TWO: &str = r#"(module (func (export "which") (result i32) i32.const 2))"#;
+
+#[test]
+fn every_kind_is_recognised_and_served() {
+    let server = Server::start();
+    let kind = |name: &str, file: &str| server.deploy(name, file)["kind"].as_str().unwrap().to_owned();
+    assert_eq!(kind("hello", "hello.wasm"), "http_handler");
+    assert_eq!(kind("hello-p3", "hello-p3.wasm"), "http_handler");
+    assert_eq!(kind("typed", "typed.wasm"), "component_exports");
+    assert_eq!(kind("command", "command.wasm"), "component_command");
+    assert_eq!(kind("command-p1", "command-p1.wasm"), "core_command");
+    assert_eq!(kind("math", "math.wasm"), "core_exports");
+    assert_eq!(server.get("/run/hello/").text(), "Hello from TensorWasm!\n");
+    assert_eq!(server.get("/run/hello-p3/").text(), "Hello from WASI 0.3!\n");
+    assert_eq!(server.invoke("typed", r#"{"export":"greet","args":["you"]}"#).result(), "Hello, you!");
+    assert_eq!(server.invoke("command", r#"{"args":["hello","you"]}"#).result()["stdout"], "hello, you\n");
+    assert_eq!(server.invoke("command-p1", r#"{"args":["exit","7"]}"#).result()["exit_code"], 7);
+    assert_eq!(server.invoke("math", r#"{"export":"add","args":[1,2]}"#).result(), 3);
+}
+
+#[test]
+fn json_and_binary_uploads_make_the_same_revision() {
+    use base64::Engine;
+    let server = Server::start();
+    let wasm = wat::parse_str(ONE).unwrap();
+    let binary = server.deploy_bytes("a", &wasm).ok();
+    let b64 = base64::engine::general_purpose::STANDARD.encode(&wasm);
+    let json = server.post("/functions", &format!(r#"{{"name":"b","wasm_b64":"{b64}"}}"#));
+    assert_eq!(json.status, 201);
+    assert_eq!(json.ok()["revision"], binary["revision"]);
+    assert_eq!(binary["revision"], blake3::hash(&wasm).to_hex().as_str(), "a revision is the content's hash");
+    assert_ne!(json.ok()["id"], binary["id"]);
+    // By id as well as by name.
+    let id = binary["id"].as_str().unwrap();
+    assert_eq!(server.invoke(id, "").result(), 1);
+}
+
+#[test]
+fn revisions_rollback_and_split() {
+    let server = Server::start();
+    let one = server.deploy_wat("f", ONE).ok()["revision"].as_str().unwrap().to_owned();
+    let two = server.deploy_wat("f", TWO).ok()["revision"].as_str().unwrap().to_owned();
+    assert_eq!(server.invoke("f", "{}").result(), 2);
+
+    assert_eq!(server.post("/functions/f/rollback", "").ok()["revision"], one);
+    assert_eq!(server.invoke("f", "{}").result(), 1);
+    server.post("/functions/f/rollback", "").refused(409, "conflict");
+    assert_eq!(server.post("/functions/f/rollback", &format!(r#"{{"revision":"{}"}}"#, &two[..10])).ok()["revision"], two);
+    server.post("/functions/f/rollback", r#"{"revision":"0000"}"#).refused(404, "not_found");
+
+    let split = format!(r#"{{"shares":[{{"revision":"{one}","weight":75}},{{"revision":"{two}","weight":25}}]}}"#);
+    server.request("PUT", "/functions/f/traffic", &[], split.as_bytes()).ok();
+    let mut counts = BTreeMap::new();
+    for _ in 0..400 {
+        *counts.entry(server.invoke("f", "{}").result().as_i64().unwrap()).or_insert(0) += 1;
+    }
+    // Binomial with n = 400, p = 0.25: 60 to 140 is beyond four standard deviations either way.
+    assert!((60..=140).contains(&counts[&2]), "{counts:?}");
+    let revisions = server.get("/functions/f/revisions").ok();
+    assert_eq!(revisions[0]["traffic_percent"], 25.0);
+    assert_eq!(revisions[1]["traffic_percent"], 75.0);
+
+    for bad in [
+        r#"{"shares":[]}"#.to_owned(),
+        format!(r#"{{"shares":[{{"revision":"{one}","weight":0}}]}}"#),
+        format!(r#"{{"shares":[{{"revision":"{one}","weight":1}},{{"revision":"{one}","weight":1}}]}}"#),
+    ] {
+        server.request("PUT", "/functions/f/traffic", &[], bad.as_bytes()).refused(400, "invalid_args");
+    }
+    // A new deploy takes all the traffic again.
+    server.deploy_wat("f", ONE).ok();
+    assert!((0..20).all(|_| server.invoke("f", "{}").result() == 1));
+}
+
+#[test]
+fn old_revisions_are_pruned_but_never_those_with_traffic() {
+    let server = Server::with(Options::config("[limits]\nrevisions_max = 3\n"));
+    for n in 0..6 {
+        server.deploy_wat("f", &format!(r#"(module (func (export "which") (result i32) i32.const {n}))"#)).ok();
+    }
+    let revisions = server.get("/functions/f/revisions").ok();
+    assert_eq!(revisions.as_array().unwrap().len(), 3);
+    assert_eq!(server.invoke("f", "{}").result(), 5);
+    server.post("/functions/f/rollback", "").ok();
+    assert_eq!(server.invoke("f", "{}").result(), 4);
+}
+
+#[test]
+fn deleting_removes_the_function_and_its_files() {
+    let server = Server::start();
+    server.deploy_wat("f", ONE).ok();
+    server.deploy_wat("g", ONE).ok();
+    assert_eq!(server.request("DELETE", "/functions/f", &[], b"").status, 204);
+    server.get("/functions/f").refused(404, "not_found");
+    server.invoke("f", "{}").refused(404, "not_found");
+    assert_eq!(server.invoke("g", "{}").result(), 1, "same bytes, other function");
+    assert_eq!(server.request("DELETE", "/functions/g", &[], b"").status, 204);
+    let sources = walk(&server.data.path().join("sources"));
+    assert_eq!(sources, Vec::<String>::new());
+}
+
+fn walk(dir: &std::path::Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).unwrap().flatten();
+    entries.flat_map(|e| if e.path().is_dir() { walk(&e.path()) } else { vec![e.path().display().to_string()] }).collect()
+}
+
+#[test]
+fn settings_take_effect() {
+    let server = Server::start();
+    let lab = guest_bytes("http-lab.wasm");
+    server.deploy_with("lab", &lab, r#"{"env":{"GREETING":"hi there"},"deadline_ms":200}"#).ok();
+    assert_eq!(server.get("/run/lab/env").text(), "GREETING=hi there");
+    server.get("/run/lab/loop").refused(504, "invoke_timeout");
+    // A fresh instance per call, unless its author allows reuse.
+    let calls = |name: &str| (0..5).map(|_| server.get(&format!("/run/{name}/calls")).text()).collect::<Vec<_>>().join(",");
+    assert_eq!(calls("lab"), "1,1,1,1,1");
+    server.deploy_with("kept", &lab, r#"{"reuse":true}"#).ok();
+    assert_eq!(calls("kept"), "1,2,3,4,5");
+    // A fault ends the instance; the next call gets a new one.
+    server.get("/run/kept/trap").refused(422, "guest_trap");
+    assert_eq!(calls("kept"), "1,2,3,4,5");
+    // Another function of the same bytes has instances of its own.
+    server.deploy_with("other", &lab, r#"{"reuse":true}"#).ok();
+    assert_eq!(calls("other"), "1,2,3,4,5");
+    let small = server.deploy_with("small", &guest_bytes("hostile.wasm"), r#"{"memory_bytes":1048576}"#);
+    small.ok();
+    assert_eq!(server.invoke("small", r#"{"export":"grow"}"#).result(), 16, "pages of 64 KiB");
+    server.deploy_with("bad", &lab, r#"{"deadline_ms":0}"#).refused(400, "invalid_args");
+    server.deploy_with("bad", &lab, r#"{"dedline_ms":5}"#).refused(400, "invalid_json");
+}
+
+#[test]
+fn bad_uploads_are_refused_with_their_reason_and_leave_nothing() {
+    let server = Server::with(Options::config("[limits]\nmodule_bytes_max = 200000\nmemory_bytes_max = 1048576\n"));
+    let hello = guest_bytes("hello.wasm");
+    let refused = |wasm: &[u8], status, kind: &str| server.deploy_bytes("bad", wasm).refused(status, kind);
+    assert!(refused(b"hello", 400, "invalid_wasm").contains("magic number"));
+    assert!(refused(b"", 400, "invalid_wasm").contains("magic number"));
+    assert!(refused(&hello[..hello.len() / 2], 400, "invalid_wasm").contains("unexpected end"));
+    let invalid = wat::parse_str("(module (func (result i32)))").unwrap();
+    assert!(refused(&invalid, 400, "invalid_wasm").contains("type mismatch"));
+    assert!(refused(&vec![0; 200_001], 413, "module_too_large").contains("200000"));
+    let memory = wat::parse_str("(module (memory 100))").unwrap();
+    assert!(refused(&memory, 413, "module_memory_too_large").contains("6553600"));
+    let import = wat::parse_str(r#"(module (import "env" "secret" (func)))"#).unwrap();
+    assert!(refused(&import, 400, "invalid_wasm").contains("env::secret"));
+    let component = wat::parse_str(r#"(component (import "acme:db/query@1.0.0" (instance (export "run" (func)))))"#).unwrap();
+    assert!(refused(&component, 400, "invalid_wasm").contains("acme:db/query@1.0.0"));
+
+    server.post("/functions", "{").refused(400, "invalid_json");
+    server.post("/functions", r#"{"name":"x"}"#).refused(400, "invalid_json");
+    let message = server.post("/functions", r#"{"name":"x","wasm_b64":"%%%"}"#).refused(400, "invalid_base64");
+    assert!(message.contains("wasm_b64"), "{message}");
+    let wasm = wat::parse_str(ONE).unwrap();
+    for name in ["a%07b", "a%2Fb", "%2e%2e", "", &"x".repeat(300)] {
+        server.deploy_bytes(name, &wasm).refused(400, "invalid_name");
+    }
+    let message = server.deploy_bytes("a%20b", &wasm).refused(400, "invalid_name");
+    assert!(message.contains("' '"), "{message}");
+
+    assert_eq!(server.get("/functions").ok(), serde_json::json!([]));
+    assert_eq!(walk(&server.data.path().join("sources")), Vec::<String>::new());
+}
+
+#[test]
+fn racing_deploys_of_one_name_leave_one_function_with_a_whole_revision() {
+    let server = Server::start();
+    let wasm: Vec<Vec<u8>> = (0..4)
+        .map(|n| wat::parse_str(format!(r#"(module (func (export "which") (result i32) i32.const {n}))"#)).unwrap())
+        .collect();
+    let ids: Vec<String> = std::thread::scope(|scope| {
+        let deploys = wasm.iter().map(|wasm| scope.spawn(|| server.deploy_bytes("f", wasm).ok())).collect::<Vec<_>>();
+        deploys.into_iter().map(|d| d.join().unwrap()["id"].as_str().unwrap().to_owned()).collect()
+    });
+    assert!(ids.iter().all(|id| *id == ids[0]), "{ids:?}");
+    let revisions = server.get("/functions/f/revisions").ok();
+    assert_eq!(revisions.as_array().unwrap().len(), 4);
+    assert!((0..4).contains(&server.invoke("f", "{}").result().as_i64().unwrap()));
+}

@@ -1,0 +1,19 @@
+//! The integration tests: the real binary, the real server, real sockets and files. One test binary for the whole
+//! system; each module below is a capability.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "tests fail by panicking")]
+#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "statistics of small samples")]
+#![allow(clippy::disallowed_methods, reason = "a test may wait for a moment that it then measures")]
+
+mod admission;
+mod client;
+mod deploy;
+mod durability;
+mod hostile;
+mod http;
+mod invoke;
+mod jobs;
+mod run;
+mod shutdown;
+mod support;
+mod telemetry;

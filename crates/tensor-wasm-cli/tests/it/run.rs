@@ -1,0 +1,120 @@
+//! `tensor-wasm run`.
+
+use std::io::Write;
+use std::process::{Command, Stdio};
+
+use crate::support::{EXE, guest, root, stderr, stdout, tensor_wasm};
+
+fn run(args: &[&str]) -> (i32, String, String) {
+    let mut all = vec!["run"];
+    all.extend(args);
+    let output = tensor_wasm(&all);
+    (output.status.code().unwrap(), stdout(&output), stderr(&output))
+}
+
+#[test]
+fn commands_get_arguments_environment_and_pass_their_exit_code_through() {
+    for file in ["command.wasm", "command-p1.wasm"] {
+        let path = guest(file);
+        let path = path.to_str().unwrap();
+        assert_eq!(run(&[path, "args", "--a", "b c"]), (0, "--a|b c\n".into(), String::new()), "{file}");
+        assert_eq!(run(&["--env", "A=b", "--env", "C=d=e", path, "env"]).1, "A=b\nC=d=e\n", "{file}");
+        let (code, _, errors) = run(&[path, "exit", "7"]);
+        // WASI 0.2 knows success and failure only; preview 1 has the number.
+        assert_eq!(code, if file == "command.wasm" { 1 } else { 7 }, "{file}");
+        assert_eq!(errors, "leaving\n");
+        let (code, _, errors) = run(&[path, "panic"]);
+        assert_eq!(code, 1, "{errors}");
+        assert!(errors.contains("asked to") && errors.contains("error: the guest trapped"), "{errors}");
+    }
+}
+
+#[test]
+fn stdin_and_directories() {
+    for file in ["command.wasm", "command-p1.wasm"] {
+        let mut child = Command::new(EXE)
+            .args(["run", guest(file).to_str().unwrap(), "upper"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        child.stdin.take().unwrap().write_all("grüße\n".as_bytes()).unwrap();
+        assert_eq!(stdout(&child.wait_with_output().unwrap()), "GRÜSSE\n", "{file}");
+
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("f.txt"), "content").unwrap();
+        let path = guest(file);
+        let path = path.to_str().unwrap();
+        let mapped = format!("{}::/data", dir.path().display());
+        assert_eq!(run(&["--dir", &mapped, path, "cat", "/data/f.txt"]).1, "content", "{file}");
+        let (code, _, errors) = run(&[path, "cat", "/etc/passwd"]);
+        assert_eq!(code, 1, "nothing is readable without --dir: {errors}");
+    }
+}
+
+#[test]
+fn exports_are_called_by_their_signature() {
+    let math = root().join("guests/wat/math.wat");
+    let math = math.to_str().unwrap();
+    assert_eq!(run(&["--invoke", "add", math, "40", "2"]).1, "42\n");
+    assert_eq!(run(&["--invoke", "mul64", math, "--", "-3", "4000000000"]).1, "-12000000000\n");
+    assert_eq!(run(&["--invoke", "scale", math, "0.1", "1e300"]).1, "0.2\n2e+300\n");
+    let typed = guest("typed.wasm");
+    let typed = typed.to_str().unwrap();
+    assert_eq!(run(&["--invoke", "greet", typed, "Ada"]).1, "\"Hello, Ada!\"\n");
+    assert_eq!(run(&["--invoke", "area", typed, "rect((2.0, 3.5))"]).1, "7\n");
+    assert_eq!(run(&["--invoke", "divide", typed, "7", "0"]).1, "err(\"7 / 0 has no answer\")\n");
+    assert_eq!(run(&["--invoke", "demo:typed/shapes@1.0.0#mix", typed, "red", "green"]).1, "blue\n");
+}
+
+#[test]
+fn wasi_0_3_components_run() {
+    // Its only export is a handler, so `run` must say what to do with it, having understood the component.
+    let p3 = guest("hello-p3.wasm");
+    let (code, _, errors) = run(&[p3.to_str().unwrap()]);
+    assert_eq!(code, 2);
+    assert!(errors.contains("tensor-wasm serve"), "{errors}");
+}
+
+#[test]
+fn mistakes_are_explained_and_exit_with_2() {
+    let check = |args: &[&str], expect: &str| {
+        let (code, out, errors) = run(args);
+        assert_eq!((code, out.as_str()), (2, ""), "{args:?}: {errors}");
+        assert!(errors.contains(expect), "{args:?}: {errors}");
+        assert_eq!(errors.trim_end().lines().count(), 1, "one line: {errors}");
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, content: &[u8]| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    check(&["/no/such/file.wasm"], "/no/such/file.wasm: No such file");
+    let math = root().join("guests/wat/math.wat");
+    let math = math.to_str().unwrap();
+    check(&[math], "no _start");
+    check(&["--invoke", "sub", math], "there is no export \"sub\"; this function has: add");
+    check(&["--invoke", "add", math, "1"], "takes 2 argument(s), 1 were given");
+    check(&["--invoke", "add", math, "1", "two"], "expected a whole number (i32), found \"two\"");
+    check(&["--env", "SURELY_NOT_SET", math], "SURELY_NOT_SET=VALUE");
+    check(&["--dir", "/no/such/dir", &guest("command.wasm").display().to_string()], "--dir /no/such/dir");
+    let typed = guest("typed.wasm");
+    check(&["--invoke", "area", typed.to_str().unwrap(), "triangle(1.0)"], "argument \"s\"");
+    let whole = crate::support::guest_bytes("hello.wasm");
+    let (code, _, errors) = run(&[&file("cut.wasm", &whole[..whole.len() / 2])]);
+    assert_eq!(code, 2, "{errors}");
+    assert!(errors.contains("unexpected end"), "{errors}");
+}
+
+#[test]
+fn a_time_limit_stops_loops_and_sleeps() {
+    for (file, mode) in [("command.wasm", "loop"), ("command-p1.wasm", "loop"), ("command.wasm", "sleep")] {
+        let path = guest(file);
+        let started = std::time::Instant::now();
+        let (code, _, errors) = run(&["--timeout-ms", "300", path.to_str().unwrap(), mode, "60000"]);
+        assert_eq!(code, 1);
+        assert!(errors.contains("deadline of 300 ms"), "{errors}");
+        assert!(started.elapsed().as_secs() < 20, "{file} {mode}: {:?}", started.elapsed());
+    }
+}
