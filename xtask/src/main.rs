@@ -21,7 +21,11 @@ enum Chore {
     /// Check that the papers match the code.
     Tidy,
     /// Print every result file under bench-results/ as one table, shortfalls first.
-    Results,
+    Results {
+        /// As the table of docs/PERFORMANCE.md.
+        #[arg(long)]
+        markdown: bool,
+    },
 }
 
 fn main() -> anyhow::Result<()> {
@@ -29,7 +33,8 @@ fn main() -> anyhow::Result<()> {
         Chore::Guests => guests::build(),
         Chore::Demo => demo::run(),
         Chore::Tidy => tidy::check(),
-        Chore::Results => results::print(),
+        Chore::Results { markdown: false } => results::print(),
+        Chore::Results { markdown: true } => results::markdown(),
     }
 }
 

@@ -141,15 +141,15 @@ mod tests {
             let found = tokens.tenant(&headers(token, tenant)).map_err(|e| e.kind);
             assert_eq!(found.as_deref(), expect.as_deref(), "{token:?} {tenant:?}");
         };
-        check(None, None, Err(&"unauthorized"));
-        check(Some("wrong-token"), None, Err(&"unauthorized"));
+        check(None, None, Err("unauthorized"));
+        check(Some("wrong-token"), None, Err("unauthorized"));
         check(Some("plain-token"), None, Ok("default"));
-        check(Some("plain-token"), Some("a"), Err(&"tenant_scope_denied"));
+        check(Some("plain-token"), Some("a"), Err("tenant_scope_denied"));
         check(Some("admin-token"), None, Ok("default"));
         check(Some("admin-token"), Some("anyone"), Ok("anyone"));
-        check(Some("admin-token"), Some("../x"), Err(&"invalid_name"));
+        check(Some("admin-token"), Some("../x"), Err("invalid_name"));
         check(Some("team-token"), Some("b"), Ok("b"));
-        check(Some("team-token"), None, Err(&"tenant_scope_denied"));
+        check(Some("team-token"), None, Err("tenant_scope_denied"));
     }
 
     #[test]

@@ -28,7 +28,8 @@ pub(crate) async fn read(body: Body, bytes_max: usize, idle: Duration) -> Result
     let mut rest = BytesMut::new();
     let mut total = 0;
     while let Some(frame) = body.frame().await {
-        let frame = frame.map_err(|e| ApiError::bad_request("invalid_body", format!("the request body broke off: {e}")))?;
+        let frame =
+            frame.map_err(|e| ApiError::bad_request("invalid_body", format!("the request body broke off: {e}")))?;
         let Ok(data) = frame.into_data() else { continue };
         total += data.len();
         if total > bytes_max {

@@ -54,7 +54,7 @@ impl From<Rejection> for ApiError {
             kind: rejection.kind(),
             message: rejection.to_string(),
             // Rounded up: asking a moment too early earns the same answer again.
-            retry_after_s: rejection.retry_after().map(|after| after.as_secs_f64().ceil().max(1.0) as u64),
+            retry_after_s: rejection.retry_after().map(|after| after.as_millis().div_ceil(1000).clamp(1, 3600) as u64),
         }
     }
 }

@@ -49,7 +49,8 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
     let method = request.method().clone();
     let matched = request.extensions().get::<MatchedPath>().cloned();
     let route = matched.as_ref().map_or("unmatched", MatchedPath::as_str);
-    let span = tracing::info_span!("request", otel.name = route, http.method = %method, http.status = tracing::field::Empty);
+    let span =
+        tracing::info_span!("request", otel.name = route, http.method = %method, http.status = tracing::field::Empty);
     if gateway.exporting {
         trace.adopt(&span);
     }

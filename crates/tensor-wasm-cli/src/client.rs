@@ -34,7 +34,13 @@ impl Client {
         self.json(self.send(Method::DELETE, path, &[], SendBody::none())?)
     }
 
-    pub(crate) fn with_json(&self, method: Method, path: &str, headers: &[(&str, &str)], body: &Value) -> Result<Value, Failed> {
+    pub(crate) fn with_json(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &Value,
+    ) -> Result<Value, Failed> {
         let text = body.to_string();
         let mut all = vec![("content-type", "application/json")];
         all.extend_from_slice(headers);
@@ -54,7 +60,13 @@ impl Client {
         if is_ok { Ok(text) } else { Err(refusal(&text)) }
     }
 
-    fn send(&self, method: Method, path: &str, headers: &[(&str, &str)], body: SendBody<'_>) -> Result<Response<Body>, Failed> {
+    fn send(
+        &self,
+        method: Method,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: SendBody<'_>,
+    ) -> Result<Response<Body>, Failed> {
         let mut request = Request::builder().method(method).uri(format!("{}{path}", self.server));
         for (name, value) in headers {
             request = request.header(*name, *value);

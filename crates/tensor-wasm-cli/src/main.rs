@@ -27,7 +27,13 @@ struct Cli {
 #[derive(Args, Clone)]
 pub(crate) struct Global {
     /// The server that client commands talk to. The token comes from TENSOR_WASM_TOKEN.
-    #[arg(long, global = true, env = "TENSOR_WASM_SERVER", default_value = "http://127.0.0.1:8080", value_name = "URL")]
+    #[arg(
+        long,
+        global = true,
+        env = "TENSOR_WASM_SERVER",
+        default_value = "http://127.0.0.1:8080",
+        value_name = "URL"
+    )]
     server: String,
     /// Act for this tenant, where the token allows it.
     #[arg(long, global = true, env = "TENSOR_WASM_TENANT", value_name = "ID")]

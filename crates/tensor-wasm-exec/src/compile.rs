@@ -35,6 +35,8 @@ pub struct Order {
     pub output: PathBuf,
     pub engine: config::Engine,
     pub time_ms_max: u64,
+    /// The server that wants it; without that server there is nobody to answer.
+    pub parent: u32,
 }
 
 /// What it answers.
@@ -89,6 +91,7 @@ impl Compiler {
             output: scratch.clone(),
             engine: engine_config.clone(),
             time_ms_max: limits.compile_ms_max,
+            parent: std::process::id(),
         };
         let answer = match &self.exe {
             Some(exe) => ask_worker(exe, &order).await,
@@ -157,6 +160,10 @@ async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
 pub fn worker(order_json: &str) -> Result<String, String> {
     let order: Order = serde_json::from_str(order_json).map_err(|e| e.to_string())?;
     limit_self(&order);
+    // It may have died before its death could be signalled; a file written now would outlive its reason.
+    if std::os::unix::process::parent_id() != order.parent {
+        return Err("the server that asked is gone".to_owned());
+    }
     serde_json::to_string(&execute(&order)).map_err(|e| e.to_string())
 }
 
@@ -309,7 +316,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (source, output) = (dir.path().join("in"), dir.path().join("out"));
         std::fs::write(&source, wasm).unwrap();
-        let order = Order { source, output, engine: config::Engine::default(), time_ms_max: 1000 };
+        let order = Order { source, output, engine: config::Engine::default(), time_ms_max: 1000, parent: 0 };
         match execute(&order) {
             Answer::Refused { why } => why,
             Answer::Compiled { .. } => panic!("should be refused"),
@@ -320,8 +327,9 @@ mod tests {
     fn bad_input_is_named() {
         assert!(refused(b"hello").contains("magic number"));
         let good = wat::parse_str("(module (func (export \"f\") (result i32) i32.const 1))").unwrap();
-        for cut in 5..good.len() {
-            assert!(!refused(&good[..cut]).is_empty(), "truncated to {cut}");
+        // Cut at a section's end it would be a module still, only a smaller one.
+        for cut in [5, 7, 9, good.len() - 1, good.len() - 3] {
+            assert!(refused(&good[..cut]).contains("unexpected end"), "truncated to {cut}: {}", refused(&good[..cut]));
         }
         let invalid = wat::parse_str("(module (func (result i32)))").unwrap();
         assert!(refused(&invalid).contains("type mismatch"), "{}", refused(&invalid));
@@ -335,7 +343,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (source, output) = (dir.path().join("in"), dir.path().join("out"));
         std::fs::write(&source, wat::parse_str("(module (memory 3) (func (export \"_start\")))").unwrap()).unwrap();
-        let order = Order { source, output: output.clone(), engine: config::Engine::default(), time_ms_max: 1000 };
+        let order =
+            Order { source, output: output.clone(), engine: config::Engine::default(), time_ms_max: 1000, parent: 0 };
         let Answer::Compiled { kind, flavor, memory_bytes_min } = execute(&order) else { panic!("should compile") };
         assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));
         // SAFETY: produced by `execute` above.

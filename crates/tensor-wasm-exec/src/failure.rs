@@ -37,7 +37,9 @@ pub enum Rejection {
     WrongKind { kind: &'static str, instead: String },
     #[error("the module has {bytes} bytes; the limit is {bytes_max} ([limits] module_bytes_max)")]
     ModuleTooLarge { bytes: usize, bytes_max: usize },
-    #[error("the module asks for {bytes} bytes of memory at start; the limit is {bytes_max} ([limits] memory_bytes_max)")]
+    #[error(
+        "the module asks for {bytes} bytes of memory at start; the limit is {bytes_max} ([limits] memory_bytes_max)"
+    )]
     ModuleMemoryTooLarge { bytes: u64, bytes_max: u64 },
     #[error("the module cannot be instantiated within the limits: {why}")]
     ModuleOverLimits { why: String },
@@ -123,7 +125,9 @@ impl Fault {
         match self {
             Fault::Deadline { .. } => "invoke_timeout",
             Fault::BadResponse { .. } => "guest_bad_response",
-            Fault::Trap { .. } | Fault::Exit { .. } | Fault::OutputTooLarge { .. } | Fault::Start { .. } => "guest_trap",
+            Fault::Trap { .. } | Fault::Exit { .. } | Fault::OutputTooLarge { .. } | Fault::Start { .. } => {
+                "guest_trap"
+            }
         }
     }
 }

@@ -91,7 +91,8 @@ impl Runtime {
 
         let loaded = self.load(revision, permit.account()).await?;
         let prepared = prepare(&loaded.entry, invocation.call)?;
-        let time = Time { arrived, queued: permit.waited, deadline_ms: deadline_ms(invocation.deadline, revision, &permit) };
+        let time =
+            Time { arrived, queued: permit.waited, deadline_ms: deadline_ms(invocation.deadline, revision, &permit) };
         let meter = Arc::new(Meter::default());
         let guest = Guest {
             pool: self.pool.clone(),

@@ -118,6 +118,15 @@ pub(crate) struct Jobs {
     stopping: AtomicBool,
 }
 
+/// What was found in the store at start.
+pub(crate) struct Recovered {
+    pub jobs: Jobs,
+    /// Records to write back: those that were running.
+    pub changed: Vec<Job>,
+    /// Key, bytes and fault of records that cannot be read.
+    pub damaged: Vec<(String, Vec<u8>, String)>,
+}
+
 #[derive(Default)]
 struct Line {
     /// Waiting jobs by tenant, each tenant's in order; tenants take turns.
@@ -137,7 +146,7 @@ fn key(tenant: &str, id: &str) -> String {
 
 impl Jobs {
     /// Takes up what an earlier server left unfinished.
-    pub(crate) fn recover(records: Vec<(String, Read<Job>)>) -> (Jobs, Vec<Job>, Vec<(String, Vec<u8>, String)>) {
+    pub(crate) fn recover(records: Vec<(String, Read<Job>)>) -> Recovered {
         let mut line = Line::default();
         let (mut changed, mut damaged) = (Vec::new(), Vec::new());
         let mut finished = Vec::new();
@@ -174,7 +183,7 @@ impl Jobs {
             keyed: tokio::sync::Mutex::default(),
             stopping: AtomicBool::new(false),
         };
-        (jobs, changed, damaged)
+        Recovered { jobs, changed, damaged }
     }
 
     /// No job starts after this; those running go on.
@@ -277,11 +286,14 @@ impl Runtime {
             let why = format!("Idempotency-Key: between 1 and {IDEMPOTENCY_KEY_BYTES_MAX} bytes");
             return Err(Rejection::InvalidArgs { why });
         }
-        let request = serde_json::to_vec(&(&submission.function, &submission.export, &submission.args, &submission.stdin));
+        let request =
+            serde_json::to_vec(&(&submission.function, &submission.export, &submission.args, &submission.stdin));
         let request = blake3::hash(&request.unwrap_or_default()).to_hex().to_string();
         let _one_at_a_time = self.jobs.keyed.lock().await;
         let stored_key = key(&submission.tenant, &idempotency_key);
-        if let Some(Read::Good(known)) = self.catalog.store.get::<Keyed>(Table::IdempotencyKeys, &stored_key).map_err(storage)? {
+        if let Some(Read::Good(known)) =
+            self.catalog.store.get::<Keyed>(Table::IdempotencyKeys, &stored_key).map_err(storage)?
+        {
             if known.request != request {
                 let why = format!("Idempotency-Key {idempotency_key:?} was used for a different request");
                 return Err(Rejection::Conflict { why });
@@ -349,7 +361,9 @@ impl Runtime {
     pub fn job(&self, tenant: &str, id: &str) -> Result<Job, Rejection> {
         match self.catalog.store.get(Table::Jobs, &key(tenant, id)).map_err(storage)? {
             Some(Read::Good(job)) => Ok(job),
-            _ => Err(Rejection::NotFound { what: "job", name: id.chars().take(64).collect(), tenant: tenant.to_owned() }),
+            _ => {
+                Err(Rejection::NotFound { what: "job", name: id.chars().take(64).collect(), tenant: tenant.to_owned() })
+            }
         }
     }
 

@@ -161,7 +161,9 @@ impl LocalRun {
         if let Err(error) = function.call_async(&mut store, &args, &mut results).await {
             return exited(Err(error));
         }
-        let show = |value: &component::Val| value.to_wave().unwrap_or_else(|_| exports::to_json(&[value.clone()]).to_string());
+        let show = |value: &component::Val| {
+            value.to_wave().unwrap_or_else(|_| exports::to_json(std::slice::from_ref(value)).to_string())
+        };
         Ok(LocalOutcome::Returned(results.iter().map(show).collect()))
     }
 

@@ -52,7 +52,14 @@ impl Entry {
 
 impl Logs {
     /// Keeps what a call wrote; a silent call without a fault leaves no entry.
-    pub(crate) fn keep(&self, function: &str, revision: &Revision, invocation: u128, meter: &Meter, fault: Option<String>) {
+    pub(crate) fn keep(
+        &self,
+        function: &str,
+        revision: &Revision,
+        invocation: u128,
+        meter: &Meter,
+        fault: Option<String>,
+    ) {
         let take = |buffer: &Mutex<Vec<u8>>| {
             let bytes = std::mem::take(&mut *buffer.lock());
             String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())

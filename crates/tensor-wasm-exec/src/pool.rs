@@ -180,7 +180,8 @@ impl Pool {
                     return linked.map(Arc::new).map_err(Failure::from);
                 }
                 recompile().await?;
-                let linked = map().await?.ok_or_else(|| Bug("an artifact vanished after it was compiled".to_owned()))?;
+                let linked =
+                    map().await?.ok_or_else(|| Bug("an artifact vanished after it was compiled".to_owned()))?;
                 linked.map(Arc::new).map_err(Failure::from)
             })
             .await?;

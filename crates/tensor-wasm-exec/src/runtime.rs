@@ -18,7 +18,7 @@ use crate::config::Config;
 use crate::engine::Engines;
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
-use crate::jobs::Jobs;
+use crate::jobs::{Jobs, Recovered};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
 use crate::pool::{Loaded, Pool};
@@ -86,7 +86,7 @@ impl Runtime {
         let background = threads.handle().clone();
         let (catalog, mut damages) = Catalog::open(data_dir)?;
         let records = catalog.store.all(Table::Jobs)?;
-        let (jobs, changed, damaged) = Jobs::recover(records);
+        let Recovered { jobs, changed, damaged } = Jobs::recover(records);
         let mut changes: Vec<Change> =
             changed.iter().map(|job| Change::put(Table::Jobs, format!("{}\0{}", job.tenant, job.id), job)).collect();
         for (key, bytes, why) in damaged {
@@ -134,13 +134,7 @@ impl Runtime {
 
     /// Compiles a module or component, keeps it and gives it the function's traffic. Nothing is changed unless all of it
     /// succeeds. Call it on the background runtime: it syncs files.
-    pub async fn deploy(
-        &self,
-        tenant: &str,
-        name: &str,
-        wasm: Bytes,
-        settings: Settings,
-    ) -> Result<Deployed, Failure> {
+    pub async fn deploy(&self, tenant: &str, name: &str, wasm: Bytes, settings: Settings) -> Result<Deployed, Failure> {
         check_name(name)?;
         check_settings(&settings)?;
         let account = self.admission.account(tenant);
@@ -150,7 +144,10 @@ impl Runtime {
         }
         let known = self.catalog.resolve(tenant, name).is_ok_and(|f| f.name == name);
         if !known && self.catalog.count(tenant) >= limits.functions_max {
-            let why = format!("tenant {tenant:?} has {} functions, which is its limit ([limits] functions_max)", limits.functions_max);
+            let why = format!(
+                "tenant {tenant:?} has {} functions, which is its limit ([limits] functions_max)",
+                limits.functions_max
+            );
             return Err(Rejection::Conflict { why }.into());
         }
         let revision = Revision::of(&wasm);
@@ -204,10 +201,8 @@ impl Runtime {
     }
 
     async fn compile(&self, revision: &Revision, account: &Account) -> Result<crate::compile::Compiled, Failure> {
-        let compiled = self
-            .compiler
-            .compile(&self.catalog, &self.engines, &self.config.engine, revision, &account.limits)
-            .await;
+        let compiled =
+            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, &account.limits).await;
         match &compiled {
             Ok(_) => self.metrics.compiles.inc(),
             Err(_) => self.metrics.compile_failures.inc(),
@@ -235,7 +230,10 @@ impl Runtime {
                 let (catalog, id) = (self.catalog.clone(), revision.revision.clone());
                 let source = self.background.spawn_blocking(move || catalog.read_source(&id).map(drop)).await;
                 if let Ok(Err(why)) = source
-                    && self.catalog.resolve(&function.tenant, &function.name).is_ok_and(|f| f.revision(&revision.revision).is_some())
+                    && self
+                        .catalog
+                        .resolve(&function.tenant, &function.name)
+                        .is_ok_and(|f| f.revision(&revision.revision).is_some())
                 {
                     self.metrics.quarantined.inc();
                     self.catalog.quarantine(&revision.revision, &why).await;

@@ -2,7 +2,8 @@
 
 use wasip2::exports::http::incoming_handler::Guest;
 use wasip2::http::types::{
-    Fields, IncomingBody, IncomingRequest, Method, OutgoingBody, OutgoingRequest, OutgoingResponse, ResponseOutparam, Scheme,
+    Fields, IncomingBody, IncomingRequest, Method, OutgoingBody, OutgoingRequest, OutgoingResponse, ResponseOutparam,
+    Scheme,
 };
 use wasip2::io::streams::StreamError;
 
@@ -65,7 +66,9 @@ impl Guest for Lab {
                 respond(out, 200, &[], b"spun\n");
             }
             "/silent" => drop(out),
-            "/error" => ResponseOutparam::set(out, Err(wasip2::http::types::ErrorCode::InternalError(Some("lab".into())))),
+            "/error" => {
+                ResponseOutparam::set(out, Err(wasip2::http::types::ErrorCode::InternalError(Some("lab".into()))))
+            }
             "/bad-length" => {
                 let body = start(out, 200, &[("content-length", "1000")]);
                 let stream = body.write().unwrap();
@@ -143,7 +146,9 @@ fn trailers(request: IncomingRequest, out: ResponseOutparam) {
     let future = IncomingBody::finish(incoming);
     future.subscribe().block();
     let got = match future.get() {
-        Some(Ok(Ok(Some(fields)))) => fields.entries().into_iter().map(|(n, v)| format!("{n}={}", String::from_utf8_lossy(&v))).collect(),
+        Some(Ok(Ok(Some(fields)))) => {
+            fields.entries().into_iter().map(|(n, v)| format!("{n}={}", String::from_utf8_lossy(&v))).collect()
+        }
         _ => Vec::new(),
     };
     let body = start(out, 200, &[("trailer", "x-lab-bytes")]);

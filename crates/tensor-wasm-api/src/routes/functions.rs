@@ -118,7 +118,8 @@ impl FunctionView {
 }
 
 fn shares(function: &FunctionRecord) -> Vec<ShareView> {
-    let view = |s: &tensor_wasm_exec::catalog::Share| ShareView { revision: s.revision.as_str().to_owned(), weight: s.weight };
+    let view =
+        |s: &tensor_wasm_exec::catalog::Share| ShareView { revision: s.revision.as_str().to_owned(), weight: s.weight };
     function.traffic.iter().map(view).collect()
 }
 
@@ -203,7 +204,8 @@ async fn deploy_for(
     // client that leaves does not undo the deploy.
     let work = async move { runtime.deploy(&tenant, &deployed_name, wasm, settings.into()).await };
     let deployed = gateway.runtime.background().spawn(work).await;
-    let deployed = deployed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
+    let deployed =
+        deployed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
     let status = StatusCode::CREATED;
     Ok((status, Json(FunctionView::of(&deployed.function))).into_response())
 }
@@ -329,7 +331,8 @@ async fn change<R: serde::de::DeserializeOwned>(
         let (runtime, tenant, f) = (gateway.runtime.clone(), tenant.clone(), f.to_owned());
         let work = async move { runtime.catalog.set_traffic(&tenant, &f, &shares).await };
         let changed = gateway.runtime.background().spawn(work).await;
-        let changed = changed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
+        let changed =
+            changed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
         Ok(Json(FunctionView::of(&changed)).into_response())
     };
     audited(event, &tenant, f, result.await)

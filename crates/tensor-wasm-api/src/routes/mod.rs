@@ -12,7 +12,6 @@ use axum::routing::{any, get, post, put};
 
 use crate::gateway::{self, Shared};
 
-
 /// Every route of the server. `openapi.rs` describes the same list; a test holds the two together.
 pub(crate) fn router(gateway: Shared) -> Router {
     Router::new()

@@ -58,7 +58,8 @@ pub(crate) async fn invoke(
         // Spawned, so that its deadline holds even while the client reads nothing.
         let call = gateway.runtime.background().spawn(async move { runtime.invoke(invocation).await });
         let raw = headers.get(header::ACCEPT).is_some_and(|v| v.as_bytes().starts_with(OCTETS.as_bytes()));
-        let stream = Stream { chunks, call: Some(Aborting(call)), raw, tail: Vec::new(), runtime: gateway.runtime.clone() };
+        let stream =
+            Stream { chunks, call: Some(Aborting(call)), raw, tail: Vec::new(), runtime: gateway.runtime.clone() };
         let content_type = HeaderValue::from_static(if raw { OCTETS } else { "text/event-stream" });
         let no_store = HeaderValue::from_static("no-store");
         let headers = [(header::CONTENT_TYPE, content_type), (header::CACHE_CONTROL, no_store)];
@@ -89,7 +90,10 @@ impl http_body::Body for Stream {
     type Data = Bytes;
     type Error = axum::BoxError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::BoxError>>> {
         let this = &mut *self;
         if let Some(chunk) = std::task::ready!(this.chunks.poll_recv(cx)) {
             this.runtime.metrics.streaming_chunks_emitted.inc();

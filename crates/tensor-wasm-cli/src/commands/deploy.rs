@@ -43,7 +43,8 @@ pub(crate) struct Deploy {
 impl Deploy {
     pub(crate) fn execute(self, global: &Global) -> Ended {
         let wasm = std::fs::read(&self.file).map_err(|e| Failed::Usage(format!("{}: {e}", self.file.display())))?;
-        let wasm = tensor_wasm_exec::local::binary(&wasm).map_err(|e| Failed::Usage(format!("{}: {e}", self.file.display())))?;
+        let wasm = tensor_wasm_exec::local::binary(&wasm)
+            .map_err(|e| Failed::Usage(format!("{}: {e}", self.file.display())))?;
         let mut env = BTreeMap::new();
         for text in &self.env {
             let pair = text.split_once('=');

@@ -16,7 +16,13 @@ impl Functions {
             return Ok(ExitCode::SUCCESS);
         }
         let row = |f: &serde_json::Value| {
-            vec![field(f, "name"), field(f, "kind"), short(&field(f, "revision")), ago(&f["created_ms"]), field(f, "url")]
+            vec![
+                field(f, "name"),
+                field(f, "kind"),
+                short(&field(f, "revision")),
+                ago(&f["created_ms"]),
+                field(f, "url"),
+            ]
         };
         let rows: Vec<_> = functions.as_array().into_iter().flatten().map(row).collect();
         print(&["NAME", "KIND", "REVISION", "CREATED", "ENDPOINT"], &rows);

@@ -58,7 +58,9 @@ impl Invoke {
             return Ok(ExitCode::SUCCESS);
         }
         // A command's result is its output and its exit code, as if it had run here.
-        if let (Some(code), Some(stdout)) = (answer["result"]["exit_code"].as_i64(), answer["result"]["stdout"].as_str()) {
+        if let (Some(code), Some(stdout)) =
+            (answer["result"]["exit_code"].as_i64(), answer["result"]["stdout"].as_str())
+        {
             print!("{stdout}");
             eprint!("{}", answer["result"]["stderr"].as_str().unwrap_or_default());
             return Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1)));

@@ -41,7 +41,14 @@ impl Jobs {
                         _ => field(job, "result"),
                     };
                     let outcome: String = outcome.chars().take(60).collect();
-                    vec![field(job, "id"), field(job, "function"), field(job, "state"), attempts, ago(&job["created_ms"]), outcome]
+                    vec![
+                        field(job, "id"),
+                        field(job, "function"),
+                        field(job, "state"),
+                        attempts,
+                        ago(&job["created_ms"]),
+                        outcome,
+                    ]
                 };
                 let rows: Vec<_> = answer["jobs"].as_array().into_iter().flatten().map(row).collect();
                 print(&["JOB", "FUNCTION", "STATE", "ATTEMPTS", "CREATED", "OUTCOME"], &rows);

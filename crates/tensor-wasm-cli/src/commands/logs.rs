@@ -24,7 +24,12 @@ impl Logs {
             return Ok(ExitCode::SUCCESS);
         }
         for entry in answer["logs"].as_array().into_iter().flatten() {
-            println!("--- {}, trace {}, revision {}", ago(&entry["at_ms"]), field(entry, "trace_id"), short(&field(entry, "revision")));
+            println!(
+                "--- {}, trace {}, revision {}",
+                ago(&entry["at_ms"]),
+                field(entry, "trace_id"),
+                short(&field(entry, "revision"))
+            );
             for stream in ["stdout", "stderr"] {
                 for line in entry[stream].as_str().unwrap_or_default().lines() {
                     println!("{stream}: {line}");

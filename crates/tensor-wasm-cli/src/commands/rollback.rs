@@ -20,7 +20,8 @@ pub(crate) struct Rollback {
 impl Rollback {
     pub(crate) fn execute(self, global: &Global) -> Ended {
         let path = format!("/functions/{}/rollback", segment(&self.name));
-        let function = Client::new(global).with_json(Method::POST, &path, &[], &json!({ "revision": self.revision }))?;
+        let function =
+            Client::new(global).with_json(Method::POST, &path, &[], &json!({ "revision": self.revision }))?;
         match global.json {
             true => print_json(&function),
             false => println!("{} is at revision {}", field(&function, "name"), short(&field(&function, "revision"))),

@@ -30,7 +30,8 @@ impl Serve {
     pub(crate) fn execute(self) -> Ended {
         let variable = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
         let log = variable("TENSOR_WASM_LOG").unwrap_or_else(|| "info".to_owned());
-        let telemetry = Telemetry::start(&log, variable("TENSOR_WASM_OTLP_ENDPOINT").as_deref()).map_err(Failed::Usage)?;
+        let telemetry =
+            Telemetry::start(&log, variable("TENSOR_WASM_OTLP_ENDPOINT").as_deref()).map_err(Failed::Usage)?;
         let tokens = Tokens::parse(&variable("TENSOR_WASM_API_TOKENS").unwrap_or_default()).map_err(Failed::Usage)?;
         let audit = match variable("TENSOR_WASM_API_AUDIT_LOG") {
             Some(text) => AuditTarget::parse(&text).map_err(Failed::Usage)?,
@@ -52,7 +53,11 @@ impl Serve {
         let options = ServerOptions { addr: self.addr, tokens, audit, exporting: telemetry.is_exporting() };
         let server = Server::bind(runtime.clone(), options).map_err(|e| Failed::Usage(e.to_string()))?;
         let addr = server.local_addr().map_err(|e| Failed::No(e.to_string()))?;
-        eprintln!("listening on http://{addr} with {} function(s) in {}", runtime.catalog.len(), self.data_dir.display());
+        eprintln!(
+            "listening on http://{addr} with {} function(s) in {}",
+            runtime.catalog.len(),
+            self.data_dir.display()
+        );
 
         let control = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let control = control.map_err(|e| Failed::No(e.to_string()))?;

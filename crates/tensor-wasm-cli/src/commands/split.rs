@@ -21,7 +21,8 @@ pub(crate) struct Split {
 impl Split {
     pub(crate) fn execute(self, global: &Global) -> Ended {
         let share = |text: &String| {
-            let parsed = text.split_once('=').and_then(|(revision, weight)| Some((revision, weight.parse::<u32>().ok()?)));
+            let parsed =
+                text.split_once('=').and_then(|(revision, weight)| Some((revision, weight.parse::<u32>().ok()?)));
             let wrong = || Failed::Usage(format!("{text:?}: give it as REVISION=WEIGHT, as in 3fa=90"));
             parsed.map(|(revision, weight)| json!({ "revision": revision, "weight": weight })).ok_or_else(wrong)
         };

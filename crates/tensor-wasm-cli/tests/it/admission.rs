@@ -7,7 +7,9 @@ use crate::support::{Options, Server, guest_bytes, percentile, wait_until};
 
 #[test]
 fn tokens_and_scopes() {
-    let server = Server::with(Options::default().env("TENSOR_WASM_API_TOKENS", "plain-token admin-token:tenant=* team-token:tenant=a,b"));
+    let server = Server::with(
+        Options::default().env("TENSOR_WASM_API_TOKENS", "plain-token admin-token:tenant=* team-token:tenant=a,b"),
+    );
     let get = |token: Option<&str>, tenant: Option<&str>| {
         let bearer = token.map(|t| format!("Bearer {t}")).unwrap_or_default();
         let mut headers = vec![];
@@ -31,7 +33,8 @@ fn tokens_and_scopes() {
         server.get(path).refused(401, "unauthorized");
     }
     // Tenants do not see each other's functions.
-    let deploy = [("authorization", "Bearer admin-token"), ("x-tensorwasm-tenant", "a"), ("content-type", "application/wasm")];
+    let deploy =
+        [("authorization", "Bearer admin-token"), ("x-tensorwasm-tenant", "a"), ("content-type", "application/wasm")];
     server.request("POST", "/functions?name=f", &deploy, &guest_bytes("math.wasm")).ok();
     let as_b = [("authorization", "Bearer team-token"), ("x-tensorwasm-tenant", "b")];
     server.request("GET", "/functions/f", &as_b, b"").refused(404, "not_found");
@@ -96,7 +99,11 @@ fn a_full_tenant_waits_then_is_refused_while_others_run() {
         wait_until("a full queue", || server.get("/limits").ok()["queued"] == 2);
         let started = Instant::now();
         assert_eq!(server.request("GET", "/run/lab/", &theirs[..1], b"").text(), "lab\n");
-        assert!(started.elapsed() < Duration::from_millis(200), "the other tenant did not wait: {:?}", started.elapsed());
+        assert!(
+            started.elapsed() < Duration::from_millis(200),
+            "the other tenant did not wait: {:?}",
+            started.elapsed()
+        );
     });
     assert_eq!((served.into_inner(), refused.into_inner()), (4, 2), "2 run, 2 wait, 2 are refused");
 }

@@ -13,7 +13,9 @@ fn a_session() {
         stdout(&output)
     };
     let typed = guest("typed.wasm");
-    assert!(ok(&["deploy", typed.to_str().unwrap(), "--name", "shapes"]).contains("deployed shapes (component_exports)"));
+    assert!(
+        ok(&["deploy", typed.to_str().unwrap(), "--name", "shapes"]).contains("deployed shapes (component_exports)")
+    );
     // Text is converted on the way.
     let math = root().join("guests/wat/math.wat");
     ok(&["deploy", math.to_str().unwrap(), "--name", "math"]);
@@ -32,7 +34,10 @@ fn a_session() {
     let first = revisions.lines().nth(2).unwrap().split_whitespace().next().unwrap().to_owned();
     let second = revisions.lines().nth(1).unwrap().split_whitespace().next().unwrap().to_owned();
     assert!(ok(&["rollback", "math"]).contains(&first));
-    assert_eq!(ok(&["split", "math", &format!("{first}=9"), &format!("{second}=1")]), format!("{first} 9\n{second} 1\n"));
+    assert_eq!(
+        ok(&["split", "math", &format!("{first}=9"), &format!("{second}=1")]),
+        format!("{first} 9\n{second} 1\n")
+    );
     ok(&["rollback", "math", &first]);
 
     let id = ok(&["invoke", "math", "--export", "add", "--args", "[20,22]", "--async"]).trim().to_owned();
@@ -78,7 +83,10 @@ fn a_server_that_is_down_is_explained() {
     let output = tensor_wasm(&["--server", "http://127.0.0.1:1", "functions"]);
     assert_eq!(output.status.code(), Some(1));
     let errors = stderr(&output);
-    assert!(errors.contains("no server answers at http://127.0.0.1:1") && errors.contains("tensor-wasm serve"), "{errors}");
+    assert!(
+        errors.contains("no server answers at http://127.0.0.1:1") && errors.contains("tensor-wasm serve"),
+        "{errors}"
+    );
     let output = tensor_wasm(&["--server", "not a url", "functions"]);
     assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
 }
@@ -94,6 +102,7 @@ fn every_command_explains_itself() {
         .skip(1)
         .take_while(|line| !line.trim().is_empty())
         .filter_map(|line| line.split_whitespace().next())
+        .filter(|command| *command != "help")
         .collect();
     assert!(commands.len() >= 12, "{commands:?}");
     for command in commands {

@@ -52,7 +52,10 @@ fn revisions_rollback_and_split() {
     assert_eq!(server.post("/functions/f/rollback", "").ok()["revision"], one);
     assert_eq!(server.invoke("f", "{}").result(), 1);
     server.post("/functions/f/rollback", "").refused(409, "conflict");
-    assert_eq!(server.post("/functions/f/rollback", &format!(r#"{{"revision":"{}"}}"#, &two[..10])).ok()["revision"], two);
+    assert_eq!(
+        server.post("/functions/f/rollback", &format!(r#"{{"revision":"{}"}}"#, &two[..10])).ok()["revision"],
+        two
+    );
     server.post("/functions/f/rollback", r#"{"revision":"0000"}"#).refused(404, "not_found");
 
     let split = format!(r#"{{"shares":[{{"revision":"{one}","weight":75}},{{"revision":"{two}","weight":25}}]}}"#);
@@ -108,7 +111,9 @@ fn deleting_removes_the_function_and_its_files() {
 
 fn walk(dir: &std::path::Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).unwrap().flatten();
-    entries.flat_map(|e| if e.path().is_dir() { walk(&e.path()) } else { vec![e.path().display().to_string()] }).collect()
+    entries
+        .flat_map(|e| if e.path().is_dir() { walk(&e.path()) } else { vec![e.path().display().to_string()] })
+        .collect()
 }
 
 #[test]
@@ -119,7 +124,8 @@ fn settings_take_effect() {
     assert_eq!(server.get("/run/lab/env").text(), "GREETING=hi there");
     server.get("/run/lab/loop").refused(504, "invoke_timeout");
     // A fresh instance per call, unless its author allows reuse.
-    let calls = |name: &str| (0..5).map(|_| server.get(&format!("/run/{name}/calls")).text()).collect::<Vec<_>>().join(",");
+    let calls =
+        |name: &str| (0..5).map(|_| server.get(&format!("/run/{name}/calls")).text()).collect::<Vec<_>>().join(",");
     assert_eq!(calls("lab"), "1,1,1,1,1");
     server.deploy_with("kept", &lab, r#"{"reuse":true}"#).ok();
     assert_eq!(calls("kept"), "1,2,3,4,5");
@@ -129,9 +135,9 @@ fn settings_take_effect() {
     // Another function of the same bytes has instances of its own.
     server.deploy_with("other", &lab, r#"{"reuse":true}"#).ok();
     assert_eq!(calls("other"), "1,2,3,4,5");
-    let small = server.deploy_with("small", &guest_bytes("hostile.wasm"), r#"{"memory_bytes":1048576}"#);
+    let small = server.deploy_with("small", &guest_bytes("hostile.wasm"), r#"{"memory_bytes":1114112}"#);
     small.ok();
-    assert_eq!(server.invoke("small", r#"{"export":"grow"}"#).result(), 16, "pages of 64 KiB");
+    assert_eq!(server.invoke("small", r#"{"export":"grow"}"#).result(), 17, "pages of 64 KiB");
     server.deploy_with("bad", &lab, r#"{"deadline_ms":0}"#).refused(400, "invalid_args");
     server.deploy_with("bad", &lab, r#"{"dedline_ms":5}"#).refused(400, "invalid_json");
 }
@@ -151,7 +157,8 @@ fn bad_uploads_are_refused_with_their_reason_and_leave_nothing() {
     assert!(refused(&memory, 413, "module_memory_too_large").contains("6553600"));
     let import = wat::parse_str(r#"(module (import "env" "secret" (func)))"#).unwrap();
     assert!(refused(&import, 400, "invalid_wasm").contains("env::secret"));
-    let component = wat::parse_str(r#"(component (import "acme:db/query@1.0.0" (instance (export "run" (func)))))"#).unwrap();
+    let component =
+        wat::parse_str(r#"(component (import "acme:db/query@1.0.0" (instance (export "run" (func)))))"#).unwrap();
     assert!(refused(&component, 400, "invalid_wasm").contains("acme:db/query@1.0.0"));
 
     server.post("/functions", "{").refused(400, "invalid_json");

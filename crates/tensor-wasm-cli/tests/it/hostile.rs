@@ -142,7 +142,9 @@ fn bomb() -> Vec<u8> {
     for n in 0..60_000 {
         body.push_str(&format!("(local.set $x (i64.add (i64.mul (local.get $x) (i64.const {n})) (i64.rotl (local.get $x) (i64.const {}))))\n", n % 63));
     }
-    let functions: String = (0..6).map(|n| format!("(func (export \"f{n}\") (param $x i64) (result i64) {body} (local.get $x))\n")).collect();
+    let functions: String = (0..6)
+        .map(|n| format!("(func (export \"f{n}\") (param $x i64) (result i64) {body} (local.get $x))\n"))
+        .collect();
     wat::parse_str(format!("(module {functions})")).unwrap()
 }
 
@@ -181,7 +183,10 @@ fn bodies_over_the_limit_are_refused() {
     server.invoke("math", &long).refused(413, "body_too_large");
     // Without a length announced, too.
     let mut stream = server.connect();
-    send(&mut stream, "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n");
+    send(
+        &mut stream,
+        "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n",
+    );
     for _ in 0..3 {
         let _ = stream.write_all(format!("400\r\n{}\r\n", "y".repeat(1024)).as_bytes());
     }
@@ -207,13 +212,19 @@ fn slow_and_vanishing_clients_hold_nothing() {
     assert!(started.elapsed() < Duration::from_secs(10), "they were all hung up on: {:?}", started.elapsed());
     // Half a body, then nothing.
     let mut stream = server.connect();
-    send(&mut stream, "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 100\r\n\r\n{");
+    send(
+        &mut stream,
+        "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 100\r\n\r\n{",
+    );
     let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
     assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("nothing came for 300 ms"), "{answer}");
     // Half a module, then gone.
     for _ in 0..20 {
         let mut stream = server.connect();
-        send(&mut stream, "POST /functions?name=half HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\ncontent-length: 100000\r\n\r\n\0asm");
+        send(
+            &mut stream,
+            "POST /functions?name=half HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\ncontent-length: 100000\r\n\r\n\0asm",
+        );
     }
     server.wait_for_metric("tensor_wasm_http_requests_in_flight", 1.0);
     server.get("/functions/half").refused(404, "not_found");

@@ -154,7 +154,15 @@ fn outgoing_requests_need_the_operators_leave() {
 fn http_2_works_too() {
     let server = lab();
     let output = std::process::Command::new("curl")
-        .args(["-s", "--http2-prior-knowledge", "-w", " %{http_version}", "-d", "over two", &server.url("/run/lab/echo")])
+        .args([
+            "-s",
+            "--http2-prior-knowledge",
+            "-w",
+            " %{http_version}",
+            "-d",
+            "over two",
+            &server.url("/run/lab/echo"),
+        ])
         .output();
     match output {
         Ok(output) => assert_eq!(String::from_utf8_lossy(&output.stdout), "over two 2"),

@@ -126,7 +126,10 @@ fn streams_arrive_while_the_guest_runs() {
     let mut stream = server.connect();
     send(
         &mut stream,
-        &format!("POST /functions/command/invoke-stream HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len()),
+        &format!(
+            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        ),
     );
     let mut arrivals = Vec::new();
     let mut events = Vec::new();
@@ -170,7 +173,10 @@ fn leaving_a_stream_stops_the_guest() {
     let mut stream = server.connect();
     send(
         &mut stream,
-        &format!("POST /functions/command/invoke-stream HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len()),
+        &format!(
+            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        ),
     );
     server.wait_for_metric("tensor_wasm_active_instances", 1.0);
     drop(stream);

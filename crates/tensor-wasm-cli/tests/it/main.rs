@@ -2,7 +2,14 @@
 //! system; each module below is a capability.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "tests fail by panicking")]
-#![allow(clippy::cast_possible_truncation, clippy::cast_precision_loss, reason = "statistics of small samples")]
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_precision_loss,
+    clippy::cast_sign_loss,
+    reason = "statistics of small samples"
+)]
+#![allow(unreachable_pub, reason = "helpers are shared between the modules of one binary")]
+#![allow(clippy::cast_possible_wrap, reason = "process ids")]
 #![allow(clippy::disallowed_methods, reason = "a test may wait for a moment that it then measures")]
 
 mod admission;

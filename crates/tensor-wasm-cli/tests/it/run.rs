@@ -104,7 +104,7 @@ fn mistakes_are_explained_and_exit_with_2() {
     let whole = crate::support::guest_bytes("hello.wasm");
     let (code, _, errors) = run(&[&file("cut.wasm", &whole[..whole.len() / 2])]);
     assert_eq!(code, 2, "{errors}");
-    assert!(errors.contains("unexpected end"), "{errors}");
+    assert!(errors.contains("out of bounds"), "{errors}");
 }
 
 #[test]

@@ -30,7 +30,9 @@ fn a_call_that_does_not_finish_is_abandoned_at_the_drain_limit() {
         let pid = server.child.id();
         let started = Instant::now();
         server.terminate();
-        wait_until("its end", || std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|s| s.contains(") Z ")));
+        wait_until("its end", || {
+            std::fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|s| s.contains(") Z "))
+        });
         assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     });
     assert_eq!(server.child.wait().unwrap().code(), Some(0));

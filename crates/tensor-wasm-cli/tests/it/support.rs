@@ -109,7 +109,9 @@ impl Server {
             if let Some(addr) = addr {
                 let log = Arc::new(Mutex::new(early));
                 let sink = log.clone();
-                std::thread::spawn(move || lines.map_while(Result::ok).for_each(|line| sink.lock().unwrap().push(line)));
+                std::thread::spawn(move || {
+                    lines.map_while(Result::ok).for_each(|line| sink.lock().unwrap().push(line))
+                });
                 return Ok(Server { child, addr, data, log, audit });
             }
         }
@@ -171,7 +173,13 @@ impl Server {
         self.try_request(method, path, headers, body).unwrap()
     }
 
-    pub fn try_request(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Result<Answer, ureq::Error> {
+    pub fn try_request(
+        &self,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> Result<Answer, ureq::Error> {
         static AGENT: OnceLock<ureq::Agent> = OnceLock::new();
         let agent = AGENT.get_or_init(|| {
             let config = ureq::Agent::config_builder().http_status_as_error(false).max_idle_connections_per_host(64);
@@ -186,7 +194,8 @@ impl Server {
             false => agent.run(request.body(body).unwrap())?,
         };
         let status = response.status().as_u16();
-        let headers = response.headers().iter().map(|(k, v)| (k.to_string(), String::from_utf8_lossy(v.as_bytes()).into_owned()));
+        let headers =
+            response.headers().iter().map(|(k, v)| (k.to_string(), String::from_utf8_lossy(v.as_bytes()).into_owned()));
         let headers = headers.collect();
         let bytes = response.body_mut().with_config().limit(1 << 30).read_to_vec()?;
         Ok(Answer { status, headers, bytes })

@@ -91,7 +91,9 @@ fn spans_are_exported_to_an_otlp_endpoint() {
     let unparented = server.get("/healthz").header("x-trace-id").unwrap().to_owned();
     server.terminate();
     let has = |needle: &[u8]| received.lock().unwrap().windows(needle.len()).any(|w| w == needle);
-    let bytes = |hex: &str| (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[i * 2..i * 2 + 2], 16).unwrap()).collect::<Vec<u8>>();
+    let bytes = |hex: &str| {
+        (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[i * 2..i * 2 + 2], 16).unwrap()).collect::<Vec<u8>>()
+    };
     wait_until("the export", || has(b"/functions/{f}/invoke") && has(b"/healthz"));
     assert!(has(b"POST /v1/traces"));
     assert!(has(&bytes("4bf92f3577b34da6a3ce929d0e0e4736")), "the caller's trace id");
@@ -152,7 +154,8 @@ fn the_description_covers_every_route() {
     let server = Server::start();
     let document = server.get("/openapi.json").ok();
     let paths = document["paths"].as_object().unwrap();
-    let source = std::fs::read_to_string(crate::support::root().join("crates/tensor-wasm-api/src/routes/mod.rs")).unwrap();
+    let source =
+        std::fs::read_to_string(crate::support::root().join("crates/tensor-wasm-api/src/routes/mod.rs")).unwrap();
     let routes: Vec<&str> = source.split(".route(\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
     assert!(routes.len() > 15);
     for route in routes {

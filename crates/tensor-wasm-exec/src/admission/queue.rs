@@ -180,9 +180,8 @@ impl<W> Queue<W> {
         if self.total.running >= self.running_max {
             return None;
         }
-        let may_run = |name: &Arc<str>| {
-            self.tenants.get(name).is_some_and(|t| t.running < t.account.limits.concurrency_max)
-        };
+        let may_run =
+            |name: &Arc<str>| self.tenants.get(name).is_some_and(|t| t.running < t.account.limits.concurrency_max);
         let (pass, name) = self.order.iter().find(|(_, name)| may_run(name)).cloned()?;
         self.order.remove(&(pass, name.clone()));
         self.total.waiting -= 1;
@@ -214,7 +213,8 @@ impl<W> Queue<W> {
             let limits = (self.limits_of)(name);
             let name: Arc<str> = name.into();
             let account = Account { name: name.clone(), limits, memory_used_bytes: AtomicU64::new(0) };
-            let bucket = Bucket { tokens: f64::from(account.limits.rate_burst), at: now, limits: account.limits.clone() };
+            let bucket =
+                Bucket { tokens: f64::from(account.limits.rate_burst), at: now, limits: account.limits.clone() };
             let account = Arc::new(account);
             let fresh = Tenant { account, bucket, running: 0, waiting: VecDeque::new(), pass: 0 };
             return self.tenants.entry(name).or_insert(fresh);

@@ -119,7 +119,8 @@ impl Catalog {
     /// A tenant's functions by name.
     pub fn list(&self, tenant: &str) -> Vec<Arc<FunctionRecord>> {
         let index = self.index.read();
-        let mut all: Vec<_> = index.tenants.get(tenant).map_or_else(Vec::new, |t| t.by_name.values().cloned().collect());
+        let mut all: Vec<_> =
+            index.tenants.get(tenant).map_or_else(Vec::new, |t| t.by_name.values().cloned().collect());
         all.sort_by(|a, b| a.name.cmp(&b.name));
         all
     }
@@ -229,7 +230,13 @@ impl Catalog {
             if function.revision(revision).is_none_or(|r| r.quarantined.is_some()) {
                 continue;
             }
-            tracing::error!(tenant = function.tenant, function = function.name, revision = revision.as_str(), why, "quarantined");
+            tracing::error!(
+                tenant = function.tenant,
+                function = function.name,
+                revision = revision.as_str(),
+                why,
+                "quarantined"
+            );
             let marked = self
                 .change(&function.tenant, &function.name, |old| {
                     let mut record = old.cloned().ok_or_else(|| not_found(&function.tenant, &function.name))?;
@@ -260,7 +267,9 @@ impl Catalog {
         self.references.lock().entry(revision.clone()).or_default().count += 1;
         let pinned = Pinned { catalog: self, revision: revision.clone() };
         if self.read_source(revision).is_err() {
-            self.files.write(&self.files.source(revision), wasm).map_err(|e| Rejection::Storage { why: e.to_string() })?;
+            self.files
+                .write(&self.files.source(revision), wasm)
+                .map_err(|e| Rejection::Storage { why: e.to_string() })?;
         }
         Ok(pinned)
     }
@@ -292,7 +301,8 @@ impl Catalog {
         let root = self.files.source(&Revision::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
         let Some(Ok(dirs)) = root.map(std::fs::read_dir) else { return };
         for file in dirs.flatten().filter_map(|dir| std::fs::read_dir(dir.path()).ok()).flatten().flatten() {
-            let Some(Ok(revision)) = file.path().file_stem().map(|s| Revision::try_from(s.to_string_lossy().into_owned()))
+            let Some(Ok(revision)) =
+                file.path().file_stem().map(|s| Revision::try_from(s.to_string_lossy().into_owned()))
             else {
                 continue;
             };

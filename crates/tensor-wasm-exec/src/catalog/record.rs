@@ -153,7 +153,8 @@ impl FunctionRecord {
 
     /// Finds a revision by the beginning of its hash.
     pub fn find(&self, prefix: &str) -> Result<&RevisionRecord, Rejection> {
-        let mut matching = self.revisions.iter().filter(|r| !prefix.is_empty() && r.revision.as_str().starts_with(prefix));
+        let mut matching =
+            self.revisions.iter().filter(|r| !prefix.is_empty() && r.revision.as_str().starts_with(prefix));
         match (matching.next(), matching.next()) {
             (Some(only), None) => Ok(only),
             (Some(_), Some(_)) => {

@@ -170,7 +170,11 @@ impl Store {
             let transaction = database.begin_read()?;
             let table = transaction.open_table(table.definition())?;
             let mut records = Vec::new();
-            for entry in table.range(prefix..)?.rev().skip_while(|e| e.as_ref().is_ok_and(|(k, _)| !k.value().starts_with(prefix))) {
+            for entry in table
+                .range(prefix..)?
+                .rev()
+                .skip_while(|e| e.as_ref().is_ok_and(|(k, _)| !k.value().starts_with(prefix)))
+            {
                 let (key, value) = entry?;
                 if !key.value().starts_with(prefix) || records.len() == limit {
                     break;

@@ -46,7 +46,8 @@ pub(crate) fn prepare(
         return Err(Rejection::WrongArgCount { export: export.name.clone(), expected, given });
     }
     let root = Path::root("args");
-    let decoded = values.iter().zip(export.ty.params()).enumerate().map(|(i, (v, ty))| decode_core(v, &ty, root.index(i)));
+    let decoded =
+        values.iter().zip(export.ty.params()).enumerate().map(|(i, (v, ty))| decode_core(v, &ty, root.index(i)));
     let decoded = decoded.collect::<Result<_, _>>().map_err(|e| Rejection::InvalidArgs { why: e.to_string() })?;
     Ok((at, decoded))
 }
@@ -57,9 +58,8 @@ pub(crate) async fn call(
     export: &CoreExport,
     args: &[Val],
 ) -> Result<Value, GuestError> {
-    let function = instance
-        .get_func(&mut *store, &export.name)
-        .ok_or_else(|| missing(&export.name, std::iter::empty()))?;
+    let function =
+        instance.get_func(&mut *store, &export.name).ok_or_else(|| missing(&export.name, std::iter::empty()))?;
     let mut results = vec![Val::I32(0); export.ty.results().len()];
     function.call_async(store, args, &mut results).await.map_err(|e| fault(&e))?;
     Ok(match results.as_slice() {

@@ -224,7 +224,10 @@ fn rejoin(
     impl Body for Rejoined {
         type Data = Bytes;
         type Error = wasmtime_wasi_http::Error;
-        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
             match self.frame.take() {
                 Some(frame) => Poll::Ready(Some(frame)),
                 None => Pin::new(&mut self.rest).poll_frame(cx),
@@ -278,10 +281,7 @@ impl Body for GuestBody {
     type Data = Bytes;
     type Error = BoxError;
 
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let (inner, guest, failed) = match &mut self.0 {
             Content::Whole(bytes) => return Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Content::Streamed { inner, guest, failed } => (inner, guest, failed),

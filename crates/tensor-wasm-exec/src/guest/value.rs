@@ -267,7 +267,11 @@ pub fn encode(value: &Val) -> Value {
 /// A JSON value for a parameter of a core function.
 pub fn decode_core(value: &Value, ty: &ValType, at: Path<'_>) -> Decoded<CoreVal> {
     Ok(match ty {
-        ValType::I32 => CoreVal::I32(wrapping(value, "i32", i64::from(i32::MIN), i64::from(u32::MAX), at)? as u32 as i32),
+        // Core integers have no sign, so both readings of the bits are accepted.
+        ValType::I32 => match integer::<i32>(value, "i32", at) {
+            Ok(n) => CoreVal::I32(n),
+            Err(e) => CoreVal::I32(integer::<u32>(value, "i32", at).map_err(|_| e)?.cast_signed()),
+        },
         ValType::I64 => match integer::<i64>(value, "i64", at) {
             Ok(n) => CoreVal::I64(n),
             Err(e) => CoreVal::I64(integer::<u64>(value, "i64", at).map_err(|_| e)?.cast_signed()),
@@ -287,16 +291,6 @@ pub fn encode_core(value: &CoreVal) -> Value {
         CoreVal::F64(bits) => encode_float(f64::from_bits(*bits)),
         CoreVal::V128(v) => json!(format!("{:#034x}", v.as_u128())),
         _ => Value::Null,
-    }
-}
-
-/// Core integers have no sign, so both readings of the bits are accepted.
-#[expect(clippy::cast_possible_truncation, reason = "the range was checked to fit either reading of 32 bits")]
-fn wrapping(value: &Value, ty: &str, min: i64, max: i64, at: Path<'_>) -> Decoded<i64> {
-    let n: i64 = integer(value, ty, at)?;
-    match (min..=max).contains(&n) {
-        true => Ok(i64::from(n as u32)),
-        false => at.wrong(format!("{n} does not fit {ty}")),
     }
 }
 
@@ -336,12 +330,15 @@ fn float(value: &Value, at: Path<'_>) -> Decoded<f64> {
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "rounding to f32 is what passing an f32 means; overflow is refused")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "rounding to f32 is what passing an f32 means; overflow is refused"
+)]
 fn float32(value: &Value, at: Path<'_>) -> Decoded<f32> {
     let wide = float(value, at)?;
     let narrow = wide as f32;
     match wide.is_finite() && narrow.is_infinite() {
-        true => at.wrong(format!("{wide} does not fit f32")),
+        true => at.wrong(format!("{wide:e} does not fit f32")),
         false => Ok(narrow),
     }
 }

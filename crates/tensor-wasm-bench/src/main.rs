@@ -1,0 +1,43 @@
+//! Comparisons with peers, both sides in one run and interleaved: `cargo run --release -p tensor-wasm-bench -- WHAT`.
+//! Each writes a file under `bench-results/` whose rows carry the goal and whether it holds.
+
+#![expect(clippy::print_stdout, reason = "a benchmark reports on stdout")]
+#![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "statistics")]
+
+mod cold;
+mod invoke;
+mod peers;
+mod report;
+mod run;
+mod serve;
+
+use clap::Parser;
+
+#[derive(Parser)]
+#[command(about = "Compares TensorWasm with its peers on this machine")]
+enum Comparison {
+    /// HTTP: a hello component against `wasmtime serve` and a JavaScript hello on `workerd`, loaded with `wrk`.
+    Serve {
+        /// Seconds per measurement.
+        #[arg(long, default_value_t = 4)]
+        seconds: u32,
+        /// Measurements of each side per number of connections; the median counts.
+        #[arg(long, default_value_t = 5)]
+        rounds: usize,
+    },
+    /// An empty export in process, against bare Wasmtime with the same pool.
+    Invoke,
+    /// A CPU-bound program, against `wasmtime run`.
+    Run,
+    /// Starting with many functions deployed.
+    Cold,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Comparison::parse() {
+        Comparison::Serve { seconds, rounds } => serve::compare(seconds, rounds),
+        Comparison::Invoke => invoke::compare(),
+        Comparison::Run => run::compare(),
+        Comparison::Cold => cold::compare(),
+    }
+}
