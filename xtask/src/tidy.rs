@@ -202,7 +202,8 @@ fn metrics(tree: &Tree) -> Vec<String> {
         let Some(text) = tree.files.get(file) else { continue };
         let fields = text.lines().filter_map(|line| {
             let (name, ty) = line.trim().trim_start_matches("pub ").split_once(": ")?;
-            let is_metric = ["Gauge,", "Counter,", "Histogram,"].iter().any(|t| ty.ends_with(t)) || ty.starts_with("Family<");
+            let is_metric =
+                ["Gauge,", "Counter,", "Histogram,"].iter().any(|t| ty.ends_with(t)) || ty.starts_with("Family<");
             is_metric.then_some(name)
         });
         for field in fields {
@@ -249,7 +250,8 @@ fn flags(tree: &Tree) -> Vec<String> {
         tree.sources().filter(|(path, _)| path.contains("tensor-wasm-cli")).map(|(_, text)| text).collect();
     let mut complaints = Vec::new();
     for (paper, text) in tree.papers() {
-        let words = text.lines().filter(|line| line.contains("tensor-wasm ")).flat_map(|line| line.split([' ', '`', ')']));
+        let words =
+            text.lines().filter(|line| line.contains("tensor-wasm ")).flat_map(|line| line.split([' ', '`', ')']));
         for flag in words.filter_map(|word| word.strip_prefix("--")).filter(|flag| !flag.is_empty()) {
             let name = flag.split('=').next().unwrap_or(flag);
             let is_name = name.chars().all(|c| c.is_ascii_lowercase() || c == '-');
@@ -283,7 +285,15 @@ fn shape(tree: &Tree) -> Vec<String> {
 
 fn leftovers(tree: &Tree) -> Vec<String> {
     // Written in two halves, so that this file does not find itself.
-    let words = [("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("HA", "CK"), ("todo", "!("), ("unimplemented", "!("), ("#[ign", "ore")];
+    let words = [
+        ("TO", "DO"),
+        ("FIX", "ME"),
+        ("XX", "X"),
+        ("HA", "CK"),
+        ("todo", "!("),
+        ("unimplemented", "!("),
+        ("#[ign", "ore"),
+    ];
     let words = words.map(|(a, b)| format!("{a}{b}"));
     let mut complaints = Vec::new();
     for (path, text) in tree.files.iter().filter(|(path, _)| !path.ends_with(".lock")) {

@@ -13,6 +13,10 @@ mod serve;
 
 use clap::Parser;
 
+/// The product's allocator, for both sides of in-process comparisons.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
 #[derive(Parser)]
 #[command(about = "Compares TensorWasm with its peers on this machine")]
 enum Comparison {

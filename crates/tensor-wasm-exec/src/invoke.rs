@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::admission::Permit;
-use crate::catalog::{FunctionRecord, Revision, RevisionRecord};
+use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
 use crate::failure::{Failure, Fault, Rejection};
 use crate::guest::budget::Meter;
 use crate::guest::component::Args;
@@ -55,8 +55,7 @@ pub enum Call {
 }
 
 pub struct Outcome {
-    pub function_id: String,
-    pub revision: Revision,
+    serving: Serving,
     pub output: Output,
     pub usage: Usage,
 }
@@ -70,7 +69,8 @@ pub enum Output {
 /// What a call cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// CPU time of the guest and of the host functions it called.
+    /// CPU time of the guest and of the host functions it called. Exact once a call has moved to the background; before, the
+    /// time its slices took on the serving thread.
     pub cpu_us: u64,
     /// From arrival to now, waiting included.
     pub wall_us: u64,
@@ -79,12 +79,23 @@ pub struct Usage {
     pub memory_peak_bytes: u64,
 }
 
+impl Outcome {
+    pub fn function_id(&self) -> &str {
+        &self.serving.function.id
+    }
+
+    pub fn revision(&self) -> &Revision {
+        &self.serving.revision().revision
+    }
+}
+
 impl Runtime {
     /// Runs one call. Dropping the future stops it.
     pub async fn invoke(&self, invocation: Invocation) -> Result<Outcome, Failure> {
         let arrived = Instant::now();
         let function = self.catalog.resolve(&invocation.tenant, &invocation.function)?;
-        let revision = serving(&function)?;
+        let serving = serving(&function)?;
+        let revision = serving.revision();
 
         let patience = invocation.deadline.unwrap_or(DEADLINE_MAX).min(DEADLINE_MAX);
         let permit = self.admission.admit(&invocation.tenant, arrived + patience).await?;
@@ -96,10 +107,9 @@ impl Runtime {
         let meter = Arc::new(Meter::default());
         let guest = Guest {
             pool: self.pool.clone(),
-            environment: self.environment(revision, &permit, &time, &prepared, &meter),
-            settlement: Settlement::new(self, &function, revision, invocation.id, &meter),
-            function_id: function.id.clone(),
-            reuse: revision.settings.reuse,
+            environment: self.environment(&serving, &permit, &time, &prepared, &meter),
+            settlement: Settlement::new(self, &serving, invocation.id, &meter),
+            serving: serving.clone(),
             loaded,
             permit,
         };
@@ -109,7 +119,7 @@ impl Runtime {
         };
         let usage = time.usage(&meter);
         let output = ended.map_err(|failed| failed.into_failure(usage))?;
-        Ok(Outcome { function_id: function.id.clone(), revision: revision.revision.clone(), output, usage })
+        Ok(Outcome { serving, output, usage })
     }
 
     async fn call(
@@ -144,7 +154,7 @@ impl Runtime {
 
     fn environment(
         &self,
-        revision: &RevisionRecord,
+        serving: &Serving,
         permit: &Permit,
         time: &Time,
         prepared: &Prepared,
@@ -163,10 +173,10 @@ impl Runtime {
         };
         Environment {
             account: account.clone(),
-            memory_bytes_max: revision.settings.memory_bytes.unwrap_or(u64::MAX).min(limits.memory_bytes_max),
+            memory_bytes_max: serving.revision().settings.memory_bytes.unwrap_or(u64::MAX).min(limits.memory_bytes_max),
             deadline: time.deadline(),
             deadline_ms: time.deadline_ms,
-            env: revision.settings.env.clone(),
+            serving: serving.clone(),
             args,
             stdin,
             stdout,
@@ -178,17 +188,17 @@ impl Runtime {
 }
 
 /// The revision that serves this call.
-fn serving(function: &FunctionRecord) -> Result<&RevisionRecord, Rejection> {
-    let revision = function.pick().ok_or_else(|| Rejection::NotFound {
+fn serving(function: &Arc<FunctionRecord>) -> Result<Serving, Rejection> {
+    let serving = Serving::of(function).ok_or_else(|| Rejection::NotFound {
         what: "revision with traffic of function",
         name: function.name.clone(),
         tenant: function.tenant.clone(),
     })?;
-    match &revision.quarantined {
-        None => Ok(revision),
+    match &serving.revision().quarantined {
+        None => Ok(serving),
         Some(why) => Err(Rejection::Quarantined {
-            name: function.name.clone(),
-            revision: revision.revision.short().to_owned(),
+            name: serving.function.name.clone(),
+            revision: serving.revision().revision.short().to_owned(),
             why: why.clone(),
         }),
     }
@@ -281,8 +291,7 @@ fn prepare(entry: &Entry, call: Call) -> Result<Prepared, Rejection> {
 struct Guest {
     pool: Arc<Pool>,
     loaded: Arc<Loaded>,
-    function_id: String,
-    reuse: bool,
+    serving: Serving,
     permit: Permit,
     environment: Environment,
     settlement: Settlement,
@@ -290,13 +299,14 @@ struct Guest {
 
 impl Guest {
     async fn call(self, call: GuestCall) -> Result<Output, GuestError> {
-        let Guest { pool, loaded, function_id, reuse, permit, environment, mut settlement } = self;
+        let Guest { pool, loaded, serving, permit, environment, mut settlement } = self;
+        let (function_id, reuse) = (&serving.function.id, serving.revision().settings.reuse);
         let meter = environment.meter.clone();
         let result = async {
-            let mut lease = pool.lease(&loaded, &function_id, permit, environment).await?;
+            let mut lease = pool.lease(&loaded, function_id, permit, environment).await?;
             let output = call_in(&mut lease, &loaded.entry, call, &meter).await?;
             if reuse {
-                pool.keep(&loaded, &function_id, lease);
+                pool.keep(&loaded, function_id, lease);
             }
             Ok(output)
         }
@@ -306,16 +316,17 @@ impl Guest {
     }
 
     async fn exchange(self, exchange: Exchange) -> Result<(), GuestError> {
-        let Guest { pool, loaded, function_id, reuse, permit, environment, mut settlement } = self;
+        let Guest { pool, loaded, serving, permit, environment, mut settlement } = self;
+        let (function_id, reuse) = (&serving.function.id, serving.revision().settings.reuse);
         let result = async {
-            let mut lease = pool.lease(&loaded, &function_id, permit, environment).await?;
+            let mut lease = pool.lease(&loaded, function_id, permit, environment).await?;
             match &mut lease.instance {
                 Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
                 Instance::HttpP3(service) => http::p3(&mut lease.store, service, exchange).await?,
                 _ => return Err(mismatched()),
             }
             match reuse {
-                true => pool.keep(&loaded, &function_id, lease),
+                true => pool.keep(&loaded, function_id, lease),
                 // Resetting an instance takes about a tenth of a hello's time. On this thread's queue it happens after the
                 // response has left.
                 false => drop(tokio::spawn(async move { drop(lease) })),
@@ -376,27 +387,19 @@ fn mismatched() -> GuestError {
 /// Settles a call when it is over, however it ended: keeps its output for `logs` and counts its fault.
 struct Settlement {
     logs: Arc<crate::logs::Logs>,
-    metrics: crate::metrics::Metrics,
-    function: Arc<FunctionRecord>,
-    revision: Revision,
+    metrics: Arc<crate::metrics::Metrics>,
+    serving: Serving,
     id: u128,
     meter: Arc<Meter>,
     ended: Option<Result<(), String>>,
 }
 
 impl Settlement {
-    fn new(
-        runtime: &Runtime,
-        function: &Arc<FunctionRecord>,
-        revision: &RevisionRecord,
-        id: u128,
-        meter: &Arc<Meter>,
-    ) -> Settlement {
+    fn new(runtime: &Runtime, serving: &Serving, id: u128, meter: &Arc<Meter>) -> Settlement {
         Settlement {
             logs: runtime.logs.clone(),
             metrics: runtime.metrics.clone(),
-            function: function.clone(),
-            revision: revision.revision.clone(),
+            serving: serving.clone(),
             id,
             meter: meter.clone(),
             ended: None,
@@ -423,7 +426,9 @@ impl Drop for Settlement {
             self.metrics.invocation_faults.inc();
         }
         let dropped = self.meter.captured.dropped_bytes.load(Ordering::Relaxed);
-        self.metrics.log_bytes_dropped.inc_by(dropped);
-        self.logs.keep(&self.function.id, &self.revision, self.id, &self.meter, fault);
+        if dropped > 0 {
+            self.metrics.log_bytes_dropped.inc_by(dropped);
+        }
+        self.logs.keep(&self.serving, self.id, &self.meter, fault);
     }
 }

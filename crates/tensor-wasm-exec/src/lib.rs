@@ -29,6 +29,9 @@ pub mod failure;
 pub mod metrics;
 pub mod runtime;
 
+/// Maps on the path of every call, keyed by short strings: seeded at random per process, quicker than the default.
+pub(crate) type HashMap<K, V> = std::collections::HashMap<K, V, foldhash::quality::RandomState>;
+
 pub use config::Config;
 pub use failure::{Bug, Failure, Fault, Rejection};
 pub use invoke::{Call, Invocation, Outcome, Output, Usage};

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
-use crate::catalog::Revision;
+use crate::catalog::Serving;
 use crate::guest::budget::Meter;
 
 /// Calls remembered per function.
@@ -52,26 +52,26 @@ impl Entry {
 
 impl Logs {
     /// Keeps what a call wrote; a silent call without a fault leaves no entry.
-    pub(crate) fn keep(
-        &self,
-        function: &str,
-        revision: &Revision,
-        invocation: u128,
-        meter: &Meter,
-        fault: Option<String>,
-    ) {
+    pub(crate) fn keep(&self, serving: &Serving, invocation: u128, meter: &Meter, fault: Option<String>) {
+        let captured = &meter.captured;
+        let is_silent = captured.stdout.lock().is_empty() && captured.stderr.lock().is_empty();
+        if is_silent && fault.is_none() {
+            return;
+        }
         let take = |buffer: &Mutex<Vec<u8>>| {
             let bytes = std::mem::take(&mut *buffer.lock());
             String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
         };
-        let (stdout, stderr) = (take(&meter.captured.stdout), take(&meter.captured.stderr));
-        let dropped_bytes = meter.captured.dropped_bytes.swap(0, Ordering::Relaxed);
-        if stdout.is_empty() && stderr.is_empty() && fault.is_none() {
-            return;
-        }
-        let at_ms = crate::catalog::now_ms();
-        let (invocation, revision) = (format!("{invocation:032x}"), revision.short().to_owned());
-        self.push(function, Entry { at_ms, invocation, revision, stdout, stderr, dropped_bytes, fault });
+        let entry = Entry {
+            at_ms: crate::catalog::now_ms(),
+            invocation: format!("{invocation:032x}"),
+            revision: serving.revision().revision.short().to_owned(),
+            stdout: take(&captured.stdout),
+            stderr: take(&captured.stderr),
+            dropped_bytes: captured.dropped_bytes.swap(0, Ordering::Relaxed),
+            fault,
+        };
+        self.push(&serving.function.id, entry);
     }
 
     fn push(&self, function: &str, entry: Entry) {

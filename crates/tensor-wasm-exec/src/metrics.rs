@@ -5,7 +5,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-#[derive(Debug, Default, Clone)]
+#[derive(Debug, Default)]
 pub struct Metrics {
     /// Instances that exist now: running a call, or kept for reuse.
     pub active_instances: Gauge,

@@ -5,7 +5,6 @@
 //! function's author allows reuse, one that served an earlier call of the same function. A faulted instance never goes
 //! back, and instances are never shared between functions, even of the same bytes: they may belong to two tenants.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -16,6 +15,7 @@ use wasmtime::{PoolConcurrencyLimitError, Store, component};
 use wasmtime_wasi::{p2, p3};
 use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
 
+use crate::HashMap;
 use crate::admission::Permit;
 use crate::catalog::{Catalog, Flavor, Kind, Revision};
 use crate::compile::{self, Code};
@@ -44,7 +44,7 @@ pub(crate) struct Pool {
     idle: Arc<AtomicUsize>,
     uses: AtomicU64,
     background: Handle,
-    metrics: Metrics,
+    metrics: Arc<Metrics>,
 }
 
 struct Linkers {
@@ -123,7 +123,7 @@ impl Pool {
         engines: Arc<Engines>,
         config: &crate::config::Config,
         background: Handle,
-        metrics: Metrics,
+        metrics: Arc<Metrics>,
     ) -> wasmtime::Result<Pool> {
         let mut core = wasmtime::Linker::new(&engines.plain);
         wasmtime_wasi::p1::add_to_linker_async(&mut core, State::p1)?;
@@ -352,10 +352,10 @@ fn cannot_start(store: &Store<State>, permit: &Permit, error: &wasmtime::Error) 
 }
 
 /// Counts an instance while it exists.
-struct Alive(Metrics);
+struct Alive(Arc<Metrics>);
 
 impl Alive {
-    fn new(metrics: &Metrics) -> Alive {
+    fn new(metrics: &Arc<Metrics>) -> Alive {
         metrics.instance_spawns.inc();
         metrics.active_instances.inc();
         Alive(metrics.clone())

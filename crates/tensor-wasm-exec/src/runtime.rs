@@ -37,7 +37,7 @@ pub struct Runtime {
     pub catalog: Arc<Catalog>,
     pub admission: Arc<Admission>,
     pub logs: Arc<Logs>,
-    pub metrics: Metrics,
+    pub metrics: Arc<Metrics>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) jobs: Jobs,
     pub(crate) outbound: Arc<Outbound>,
@@ -99,7 +99,7 @@ impl Runtime {
         if !changes.is_empty() {
             catalog.store.write_blocking(changes)?;
         }
-        let metrics = Metrics::default();
+        let metrics = Arc::new(Metrics::default());
         metrics.quarantined.inc_by(damages.len() as u64);
         let engines = Arc::new(Engines::new(&config).map_err(|e| OpenError::Engine(format!("{e:#}")))?);
         let pool = Pool::new(engines.clone(), &config, background.clone(), metrics.clone())

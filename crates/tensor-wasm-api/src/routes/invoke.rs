@@ -108,11 +108,11 @@ pub(crate) async fn invoke(
 }
 
 fn answer(outcome: Outcome, output_bytes_max: usize) -> Result<Response, ApiError> {
-    let Outcome { function_id, revision, output, usage } = outcome;
+    let (function_id, revision) = (outcome.function_id().to_owned(), outcome.revision().as_str().to_owned());
+    let Outcome { output, usage, .. } = outcome;
     let too_large = || Failure::Faulted(Fault::OutputTooLarge { bytes_max: output_bytes_max }, usage);
     match output {
         Output::Value(result) => {
-            let revision = revision.as_str().to_owned();
             let json = serde_json::to_vec(&InvokeResponse { function_id, revision, result, usage: usage.into() });
             let json = json.map_err(|e| ApiError::from(Failure::Bug(tensor_wasm_exec::Bug(e.to_string()))))?;
             if json.len() > output_bytes_max {
@@ -134,10 +134,10 @@ pub(crate) fn parse_json<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result
 
 /// The same shape for other routes that end with a result.
 pub(crate) fn done(outcome: Outcome) -> Json<InvokeResponse> {
+    let (function_id, revision) = (outcome.function_id().to_owned(), outcome.revision().as_str().to_owned());
     let result = match outcome.output {
         Output::Value(value) => value,
         Output::Bytes(_) | Output::Response(_) => Value::Null,
     };
-    let revision = outcome.revision.as_str().to_owned();
-    Json(InvokeResponse { function_id: outcome.function_id, revision, result, usage: outcome.usage.into() })
+    Json(InvokeResponse { function_id, revision, result, usage: outcome.usage.into() })
 }

@@ -9,11 +9,12 @@
 //! Invariants: `running ≤ running_max`, each tenant's `running` ≤ its own limit, and a call waits only while no place
 //! is free that its tenant may use.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use crate::HashMap;
 use crate::config::Limits;
 use crate::failure::Rejection;
 
@@ -65,6 +66,16 @@ struct Tenant<W> {
     pass: u64,
 }
 
+impl<W> Tenant<W> {
+    /// Counts a call that starts; returns where the queue's pass stands then.
+    fn start(&mut self, pass_now: u64) -> u64 {
+        self.running += 1;
+        let pass = self.pass.max(pass_now);
+        self.pass = pass + STRIDE / u64::from(self.account.limits.weight);
+        pass
+    }
+}
+
 pub(super) struct Queue<W> {
     running_max: usize,
     waiting_max: usize,
@@ -83,7 +94,7 @@ impl<W> Queue<W> {
         Queue {
             running_max,
             waiting_max,
-            tenants: HashMap::new(),
+            tenants: HashMap::default(),
             order: BTreeSet::new(),
             total: Depth::default(),
             pass_now: 0,
@@ -95,6 +106,7 @@ impl<W> Queue<W> {
     /// A call of `tenant` arrives at `now` (any monotonic time). `waiter` is made only if it must wait.
     pub(super) fn arrive(&mut self, tenant: &str, now: Duration, waiter: impl FnOnce() -> W) -> Decision {
         let (total, running_max, waiting_max) = (self.total, self.running_max, self.waiting_max);
+        let pass_now = self.pass_now;
         let state = self.tenant(tenant, now);
         let limits = &state.account.limits;
         if let Err(retry_after) = state.bucket.take(limits, now) {
@@ -106,7 +118,8 @@ impl<W> Queue<W> {
         }
         if state.waiting.is_empty() && state.running < limits.concurrency_max && total.running < running_max {
             let account = state.account.clone();
-            self.start(tenant);
+            self.pass_now = state.start(pass_now);
+            self.total.running += 1;
             return Decision::Admitted(account);
         }
         if state.waiting.len() >= limits.queue_max {
@@ -128,7 +141,6 @@ impl<W> Queue<W> {
         }
         let ticket = self.next_ticket;
         self.next_ticket += 1;
-        let pass_now = self.pass_now;
         let state = self.tenant(tenant, now);
         if state.waiting.is_empty() {
             state.pass = state.pass.max(pass_now);
@@ -177,7 +189,7 @@ impl<W> Queue<W> {
     }
 
     fn grant(&mut self) -> Option<Granted<W>> {
-        if self.total.running >= self.running_max {
+        if self.order.is_empty() || self.total.running >= self.running_max {
             return None;
         }
         let may_run =
@@ -185,23 +197,14 @@ impl<W> Queue<W> {
         let (pass, name) = self.order.iter().find(|(_, name)| may_run(name)).cloned()?;
         self.order.remove(&(pass, name.clone()));
         self.total.waiting -= 1;
-        let granted = self.tenants.get_mut(&name)?.waiting.pop_front()?;
-        self.start(&name);
-        let state = self.tenants.get(&name)?;
+        let state = self.tenants.get_mut(&name)?;
+        let granted = state.waiting.pop_front()?;
+        self.pass_now = state.start(self.pass_now);
+        self.total.running += 1;
         if !state.waiting.is_empty() {
             self.order.insert((state.pass, name));
         }
         Some(granted)
-    }
-
-    fn start(&mut self, tenant: &str) {
-        if let Some(state) = self.tenants.get_mut(tenant) {
-            state.running += 1;
-            self.total.running += 1;
-            state.pass = state.pass.max(self.pass_now);
-            self.pass_now = state.pass;
-            state.pass += STRIDE / u64::from(state.account.limits.weight);
-        }
     }
 
     fn tenant(&mut self, name: &str, now: Duration) -> &mut Tenant<W> {

@@ -8,7 +8,6 @@ mod files;
 pub mod record;
 pub(crate) mod store;
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -20,6 +19,7 @@ pub(crate) use self::files::Files;
 pub use self::record::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Settings, Share, check_name};
 pub use self::store::StoreError;
 use self::store::{Change, Read, Store, Table};
+use crate::HashMap;
 use crate::failure::Rejection;
 
 /// Locks that serialise changes of one function; two functions rarely share one.
@@ -427,10 +427,17 @@ impl Catalog {
     }
 }
 
-impl FunctionRecord {
-    /// The revision that serves one call: by weight where traffic is split.
-    pub(crate) fn pick(&self) -> Option<&RevisionRecord> {
-        let revision = match self.traffic.as_slice() {
+/// A function and the one of its revisions that serves a call; cheap to pass around.
+#[derive(Clone)]
+pub(crate) struct Serving {
+    pub function: Arc<FunctionRecord>,
+    at: usize,
+}
+
+impl Serving {
+    /// Chooses the revision: by weight where traffic is split.
+    pub(crate) fn of(function: &Arc<FunctionRecord>) -> Option<Serving> {
+        let revision = match function.traffic.as_slice() {
             [only] => &only.revision,
             shares => {
                 let total: u32 = shares.iter().map(|s| s.weight).sum();
@@ -443,7 +450,12 @@ impl FunctionRecord {
                 &shares.iter().find(hit)?.revision
             }
         };
-        self.revision(revision)
+        let at = function.revisions.iter().position(|r| r.revision == *revision)?;
+        Some(Serving { function: function.clone(), at })
+    }
+
+    pub(crate) fn revision(&self) -> &RevisionRecord {
+        &self.function.revisions[self.at]
     }
 }
 

@@ -22,6 +22,12 @@ pub(crate) struct Meter {
     pub captured: Captured,
 }
 
+impl Meter {
+    pub(crate) fn add_cpu(&self, spent: std::time::Duration) {
+        self.cpu_ns.fetch_add(u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
     InstanceLimit { asked_bytes: u64 },

@@ -3,7 +3,6 @@
 //! WASI contexts are built on the first WASI call, not before: many functions never make one, and building one costs
 //! more than an empty call.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,6 +20,7 @@ use super::http::Outbound;
 use super::stdio::{Output, Sink, Which};
 use super::supervise;
 use crate::admission::Account;
+use crate::catalog::Serving;
 use crate::engine::Ticking;
 use crate::failure::Fault;
 
@@ -36,7 +36,7 @@ pub(crate) struct Environment {
     pub memory_bytes_max: u64,
     pub deadline: Instant,
     pub deadline_ms: u64,
-    pub env: BTreeMap<String, String>,
+    pub serving: Serving,
     pub args: Vec<String>,
     pub stdin: Bytes,
     pub stdout: Sink,
@@ -50,15 +50,16 @@ pub(crate) struct State {
     pub budget: Budget,
     pub deadline: Instant,
     pub deadline_ms: u64,
-    /// The meter the output streams write to; swapped when a reused instance gets its next call.
-    meter: Arc<Mutex<Arc<Meter>>>,
-    env: BTreeMap<String, String>,
+    /// The meter the output streams write to, once there are any; swapped when a reused instance gets its next call.
+    output_meter: Option<Arc<Mutex<Arc<Meter>>>>,
+    serving: Serving,
     args: Vec<String>,
     stdin: Bytes,
     stdout: Sink,
     stderr: Sink,
-    p1: Option<WasiP1Ctx>,
-    wasi: Option<WasiCtx>,
+    // Boxed: a store's data is moved into place, and most guests have neither.
+    p1: Option<Box<WasiP1Ctx>>,
+    wasi: Option<Box<WasiCtx>>,
     table: ResourceTable,
     http: WasiHttpCtx,
     hooks: Hooks,
@@ -80,8 +81,8 @@ pub(crate) fn store(engine: &wasmtime::Engine, environment: Environment, ticking
             budget: Budget::new(environment.account, environment.memory_bytes_max, environment.meter.clone()),
             deadline: environment.deadline,
             deadline_ms: environment.deadline_ms,
-            meter: Arc::new(Mutex::new(environment.meter)),
-            env: environment.env,
+            output_meter: None,
+            serving: environment.serving,
             args: environment.args,
             stdin: environment.stdin,
             stdout: environment.stdout,
@@ -111,25 +112,29 @@ impl State {
     /// Hands a reused instance to its next call.
     pub(crate) fn rebind(&mut self, deadline: Instant, deadline_ms: u64, meter: Arc<Meter>) {
         (self.deadline, self.deadline_ms) = (deadline, deadline_ms);
-        *self.meter.lock() = meter.clone();
+        if let Some(output) = &self.output_meter {
+            *output.lock() = meter.clone();
+        }
         self.budget.rebind(meter);
     }
 
     pub(crate) fn p1(&mut self) -> &mut WasiP1Ctx {
         if self.p1.is_none() {
-            self.p1 = Some(self.builder().build_p1());
+            self.p1 = Some(Box::new(self.builder().build_p1()));
         }
-        self.p1.get_or_insert_with(|| WasiCtx::builder().build_p1())
+        self.p1.get_or_insert_with(|| Box::new(WasiCtx::builder().build_p1()))
     }
 
     fn builder(&mut self) -> wasmtime_wasi::WasiCtxBuilder {
-        let output = |which, sink: &Sink| Output { sink: sink.clone(), which, meter: self.meter.clone() };
+        let current = &self.budget.meter;
+        let meter = self.output_meter.get_or_insert_with(|| Arc::new(Mutex::new(current.clone())));
+        let output = |which, sink: &Sink| Output { sink: sink.clone(), which, meter: meter.clone() };
         let mut builder = WasiCtx::builder();
         builder.stdout(output(Which::Stdout, &self.stdout)).stderr(output(Which::Stderr, &self.stderr));
         if !self.stdin.is_empty() {
             builder.stdin(MemoryInputPipe::new(std::mem::take(&mut self.stdin)));
         }
-        for (name, value) in &self.env {
+        for (name, value) in &self.serving.revision().settings.env {
             builder.env(name, value);
         }
         builder.args(&self.args);
@@ -140,9 +145,9 @@ impl State {
 impl WasiView for State {
     fn ctx(&mut self) -> WasiCtxView<'_> {
         if self.wasi.is_none() {
-            self.wasi = Some(self.builder().build());
+            self.wasi = Some(Box::new(self.builder().build()));
         }
-        let ctx = self.wasi.get_or_insert_with(|| WasiCtx::builder().build());
+        let ctx = self.wasi.get_or_insert_with(|| Box::new(WasiCtx::builder().build()));
         WasiCtxView { ctx, table: &mut self.table }
     }
 }
