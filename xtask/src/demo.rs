@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use anyhow::{Context, bail, ensure};
 
-use crate::{guests, root};
+use crate::{guests, root, target};
 
 /// Calls per example; the table shows the first (cold) and the median of all.
 const CALLS: usize = 200;
@@ -65,7 +65,7 @@ impl Drop for Server {
 
 pub(crate) fn run() -> anyhow::Result<()> {
     guests::build()?;
-    let exe = root().join("target/release/tensor-wasm");
+    let exe = target().join("release/tensor-wasm");
     ensure!(exe.is_file(), "{} is missing; `make run` builds it", exe.display());
     let data = std::env::temp_dir().join(format!("tensor-wasm-demo-{}", std::process::id()));
     let result = demo(&exe, &data);

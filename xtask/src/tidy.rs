@@ -98,7 +98,9 @@ fn paths(tree: &Tree) -> Vec<String> {
     let endings = [".rs", ".md", ".toml", ".wat", ".json", ".html"];
     for (paper, text) in tree.papers() {
         for word in quoted(text) {
-            let is_path = endings.iter().any(|e| word.ends_with(e)) && !word.contains(['*', ' ', '<', '{', '$']);
+            let is_path = endings.iter().any(|e| word.ends_with(e))
+                && !word.contains(['*', ' ', '<', '{', '$'])
+                && !word.starts_with(['.', '/']);
             let known = |word: &str| tree.files.keys().any(|p| p == word || p.ends_with(&format!("/{word}")));
             let is_folder = word.contains('/') && word.starts_with("crates/") && !word.contains(' ');
             let there = known(word) || (is_folder && root().join(word).exists());
@@ -115,7 +117,8 @@ fn specification(tree: &Tree) -> Vec<String> {
     let Some(text) = tree.files.get("SPECIFICATION.md") else { return vec![] };
     let mut complaints = Vec::new();
     let mut named = BTreeSet::new();
-    for word in quoted(text) {
+    let table: String = text.lines().filter(|line| line.starts_with("| ")).flat_map(|line| [line, "\n"]).collect();
+    for word in quoted(&table) {
         if let Some((file, id)) = word.split_once(".json#") {
             let rows = rows(tree, &format!("{file}.json"));
             if !rows.iter().any(|row| row["id"] == id) {

@@ -1,5 +1,6 @@
 //! Request bodies as we are willing to take them: bounded in size, and never waited for without end.
 
+use std::collections::HashMap;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -9,21 +10,97 @@ use bytes::{Bytes, BytesMut};
 use http::StatusCode;
 use http_body::{Body as _, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty};
+use parking_lot::Mutex;
+use tensor_wasm_exec::Rejection;
 use tensor_wasm_exec::guest::http::{BoxError, RequestBody};
 use tokio::time::Sleep;
 
 use crate::error::ApiError;
+use crate::gateway::Gateway;
+
+/// Bodies this small are not counted: ten thousand connections may hold one each.
+const UNCOUNTED_BYTES: usize = 64 << 10;
+
+/// Bodies held in memory at once, all tenants together and each.
+const HELD_BYTES_MAX: usize = 2 << 30;
+const HELD_BYTES_PER_TENANT_MAX: usize = 512 << 20;
+
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// The memory that request bodies may take, shared out before it is taken.
+#[derive(Default)]
+pub(crate) struct Held {
+    by_tenant: Mutex<HashMap<String, usize>>,
+}
+
+/// A body in memory, and its part of what may be held.
+pub(crate) struct Whole<'a> {
+    pub bytes: Bytes,
+    _share: Option<Share<'a>>,
+}
+
+struct Share<'a> {
+    held: &'a Held,
+    tenant: String,
+    bytes: usize,
+}
+
+impl Held {
+    fn share(&self, tenant: &str, bytes: usize) -> Result<Share<'_>, Rejection> {
+        let mut by_tenant = self.by_tenant.lock();
+        let total: usize = by_tenant.values().sum();
+        let own = by_tenant.get(tenant).copied().unwrap_or(0);
+        if own + bytes > HELD_BYTES_PER_TENANT_MAX {
+            return Err(Rejection::TenantBusy {
+                tenant: tenant.to_owned(),
+                running: 0,
+                queued: 0,
+                why: "its request bodies take all the memory they may",
+                retry_after: RETRY_AFTER,
+            });
+        }
+        if total + bytes > HELD_BYTES_MAX {
+            let why = "request bodies take all the memory they may";
+            return Err(Rejection::ServerBusy { running: 0, queued: 0, why, retry_after: RETRY_AFTER });
+        }
+        *by_tenant.entry(tenant.to_owned()).or_default() += bytes;
+        Ok(Share { held: self, tenant: tenant.to_owned(), bytes })
+    }
+}
+
+impl Drop for Share<'_> {
+    fn drop(&mut self) {
+        let mut by_tenant = self.held.by_tenant.lock();
+        if let Some(own) = by_tenant.get_mut(&self.tenant) {
+            *own -= self.bytes;
+            if *own == 0 {
+                by_tenant.remove(&self.tenant);
+            }
+        }
+    }
+}
 
 /// Reads a whole body, at most `bytes_max` of it.
-pub(crate) async fn read(body: Body, bytes_max: usize, idle: Duration) -> Result<Bytes, ApiError> {
+pub(crate) async fn read<'a>(
+    gateway: &'a Gateway,
+    tenant: &str,
+    body: Body,
+    bytes_max: usize,
+) -> Result<Whole<'a>, ApiError> {
     let too_large = || {
         let message = format!("the request body has more than {bytes_max} bytes");
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
     };
-    if body.size_hint().lower() > bytes_max as u64 {
+    let announced = usize::try_from(body.size_hint().upper().unwrap_or(u64::MAX)).unwrap_or(usize::MAX);
+    if announced > bytes_max && body.size_hint().lower() > bytes_max as u64 {
         return Err(too_large());
     }
-    let mut body = Patient::new(body, idle);
+    let expected = announced.min(bytes_max);
+    let share = match expected > UNCOUNTED_BYTES {
+        true => Some(gateway.bodies.share(tenant, expected)?),
+        false => None,
+    };
+    let mut body = Patient::new(body, gateway.body_idle());
     let mut first = None;
     let mut rest = BytesMut::new();
     let mut total = 0;
@@ -46,7 +123,8 @@ pub(crate) async fn read(body: Body, bytes_max: usize, idle: Duration) -> Result
             }
         }
     }
-    Ok(if rest.is_empty() { first.unwrap_or_default() } else { rest.freeze() })
+    let bytes = if rest.is_empty() { first.unwrap_or_default() } else { rest.freeze() };
+    Ok(Whole { bytes, _share: share })
 }
 
 /// A body for a guest to read as it comes.
@@ -92,5 +170,23 @@ impl http_body::Body for Patient {
 
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_for_bodies_is_shared_out_and_comes_back() {
+        let held = Held::default();
+        let first = held.share("a", HELD_BYTES_PER_TENANT_MAX).ok().unwrap();
+        assert!(matches!(held.share("a", 1), Err(Rejection::TenantBusy { .. })));
+        let others: Vec<_> =
+            (0..3).map(|n| held.share(&format!("t{n}"), HELD_BYTES_PER_TENANT_MAX).ok().unwrap()).collect();
+        assert!(matches!(held.share("late", 1), Err(Rejection::ServerBusy { .. })));
+        drop((first, others));
+        assert!(held.share("a", 1).is_ok());
+        assert!(held.by_tenant.lock().is_empty());
     }
 }

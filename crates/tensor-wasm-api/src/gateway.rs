@@ -13,6 +13,7 @@ use tracing::Instrument;
 
 use crate::audit::{Audit, Line};
 use crate::auth::Tokens;
+use crate::body::Held;
 use crate::error::{ApiError, ErrorKind};
 use crate::metrics::HttpMetrics;
 use crate::trace::{TRACE_ID, TRACEPARENT, Trace};
@@ -23,6 +24,7 @@ pub(crate) struct Gateway {
     pub tokens: Tokens,
     pub metrics: HttpMetrics,
     pub audit: Audit,
+    pub bodies: Held,
     pub exporting: bool,
 }
 

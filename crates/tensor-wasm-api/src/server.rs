@@ -84,7 +84,8 @@ impl Server {
         listener.set_nonblocking(true).map_err(listen)?;
         let (audit, audit_thread) = Audit::open(&options.audit).map_err(ServeError::Audit)?;
         let metrics = HttpMetrics::new(&runtime);
-        let gateway = Gateway { runtime, tokens: options.tokens, metrics, audit, exporting: options.exporting };
+        let (tokens, exporting) = (options.tokens, options.exporting);
+        let gateway = Gateway { runtime, tokens, metrics, audit, bodies: Default::default(), exporting };
         Ok(Server { listener, gateway: Arc::new(gateway), audit_thread })
     }
 

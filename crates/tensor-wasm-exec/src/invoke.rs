@@ -100,7 +100,10 @@ impl Runtime {
         let patience = invocation.deadline.unwrap_or(DEADLINE_MAX).min(DEADLINE_MAX);
         let permit = self.admission.admit(&invocation.tenant, arrived + patience).await?;
 
-        let loaded = self.load(revision, permit.account()).await?;
+        let loaded = match self.pool.loaded(&revision.revision) {
+            Some(loaded) => loaded,
+            None => Box::pin(self.load(revision, permit.account())).await?,
+        };
         let prepared = prepare(&loaded.entry, invocation.call)?;
         let time =
             Time { arrived, queued: permit.waited, deadline_ms: deadline_ms(invocation.deadline, revision, &permit) };
@@ -114,7 +117,7 @@ impl Runtime {
             permit,
         };
         let ended = match prepared {
-            Prepared::Http(request) => self.exchange(guest, request, &time, &meter).await,
+            Prepared::Http(request) => Box::pin(self.exchange(guest, request, &time, &meter)).await,
             Prepared::Call(call, _) => self.call(guest, call, &time, &meter).await,
         };
         let usage = time.usage(&meter);
@@ -303,7 +306,7 @@ impl Guest {
         let (function_id, reuse) = (&serving.function.id, serving.revision().settings.reuse);
         let meter = environment.meter.clone();
         let result = async {
-            let mut lease = pool.lease(&loaded, function_id, permit, environment).await?;
+            let mut lease = pool.lease(&loaded, permit, environment).await?;
             let output = call_in(&mut lease, &loaded.entry, call, &meter).await?;
             if reuse {
                 pool.keep(&loaded, function_id, lease);
@@ -319,10 +322,10 @@ impl Guest {
         let Guest { pool, loaded, serving, permit, environment, mut settlement } = self;
         let (function_id, reuse) = (&serving.function.id, serving.revision().settings.reuse);
         let result = async {
-            let mut lease = pool.lease(&loaded, function_id, permit, environment).await?;
+            let mut lease = pool.lease(&loaded, permit, environment).await?;
             match &mut lease.instance {
                 Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
-                Instance::HttpP3(service) => http::p3(&mut lease.store, service, exchange).await?,
+                Instance::HttpP3(service) => Box::pin(http::p3(&mut lease.store, service, exchange)).await?,
                 _ => return Err(mismatched()),
             }
             match reuse {
@@ -350,7 +353,7 @@ async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, meter: &Mete
             Instance::Component(instance),
             Entry::Component { exports, .. },
         ) => {
-            let results = component::call(store, instance, &exports[export], &args).await?;
+            let results = Box::pin(component::call(store, instance, &exports[export], &args)).await?;
             match bytes_out {
                 true => component::to_bytes(&results).map(Output::Bytes),
                 false => Ok(Output::Value(component::to_json(&results))),
@@ -358,9 +361,9 @@ async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, meter: &Mete
         }
         (GuestCall::Command { bytes_out, .. }, instance, _) => {
             let exit_code = match instance {
-                Instance::Core(instance) => command::core(store, instance).await?,
-                Instance::CommandP2(command) => command::p2(store, command).await?,
-                Instance::CommandP3(command) => command::p3(store, command).await?,
+                Instance::Core(instance) => Box::pin(command::core(store, instance)).await?,
+                Instance::CommandP2(command) => Box::pin(command::p2(store, command)).await?,
+                Instance::CommandP3(command) => Box::pin(command::p3(store, command)).await?,
                 _ => return Err(mismatched()),
             };
             let stdout = std::mem::take(&mut *meter.captured.stdout.lock());

@@ -148,6 +148,13 @@ impl Pool {
         })
     }
 
+    /// The revision, if it is loaded already.
+    pub(crate) fn loaded(&self, revision: &Revision) -> Option<Arc<Loaded>> {
+        let slot = self.loaded.lock().get(revision)?.clone();
+        slot.last_use.store(self.uses.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
+        slot.loaded.get().cloned()
+    }
+
     /// The revision, loaded; `recompile` is asked for its artifact where there is none that fits.
     pub(crate) async fn load<R>(
         self: &Arc<Self>,
@@ -222,16 +229,17 @@ impl Pool {
         Ok(Loaded { entry, flavor, idle: Mutex::default() })
     }
 
-    /// An instance for one call of `function`.
+    /// An instance for one call.
     pub(crate) async fn lease(
         &self,
         loaded: &Loaded,
-        function: &str,
         permit: Permit,
         environment: Environment,
     ) -> Result<Lease, GuestError> {
-        let kept = loaded.idle.lock().get_mut(function).and_then(Vec::pop);
-        if let Some(mut kept) = kept {
+        let function = &environment.serving.function;
+        let kept = loaded.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop);
+        // One that was made before the function last changed has the settings of then.
+        if let Some(mut kept) = kept.filter(|kept| Arc::ptr_eq(&kept.store.data().serving.function, function)) {
             kept.store.data_mut().rebind(environment.deadline, environment.deadline_ms, environment.meter);
             kept.store.set_epoch_deadline(1);
             let Kept { store, instance, reuses, _alive: alive, .. } = kept;
@@ -242,7 +250,7 @@ impl Pool {
         let instance = match instantiate(&loaded.entry, &mut store).await {
             Err(error) if error.is::<PoolConcurrencyLimitError>() && self.idle.load(Ordering::Relaxed) > 0 => {
                 self.drop_idle();
-                instantiate(&loaded.entry, &mut store).await
+                Box::pin(instantiate(&loaded.entry, &mut store)).await
             }
             other => other,
         };
@@ -309,12 +317,12 @@ async fn instantiate(entry: &Entry, store: &mut Store<State>) -> wasmtime::Resul
         Entry::Core { pre, .. } | Entry::CoreCommand(pre) => Instance::Core(pre.instantiate_async(store).await?),
         Entry::Component { pre, .. } => {
             store.set_hostcall_fuel(LIFTED_BYTES_MAX);
-            Instance::Component(pre.instantiate_async(store).await?)
+            Instance::Component(Box::pin(pre.instantiate_async(store)).await?)
         }
-        Entry::CommandP2(pre) => Instance::CommandP2(pre.instantiate_async(store).await?),
-        Entry::CommandP3(pre) => Instance::CommandP3(pre.instantiate_async(store).await?),
-        Entry::HttpP2(pre) => Instance::HttpP2(pre.instantiate_async(store).await?),
-        Entry::HttpP3(pre) => Instance::HttpP3(Some(pre.instantiate_async(store).await?)),
+        Entry::CommandP2(pre) => Instance::CommandP2(Box::pin(pre.instantiate_async(store)).await?),
+        Entry::CommandP3(pre) => Instance::CommandP3(Box::pin(pre.instantiate_async(store)).await?),
+        Entry::HttpP2(pre) => Instance::HttpP2(Box::pin(pre.instantiate_async(store)).await?),
+        Entry::HttpP3(pre) => Instance::HttpP3(Some(Box::pin(pre.instantiate_async(store)).await?)),
     })
 }
 

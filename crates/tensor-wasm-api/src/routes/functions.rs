@@ -175,7 +175,8 @@ async fn deploy_for(
 ) -> Result<Response, ApiError> {
     let module_bytes_max = gateway.runtime.config.limits_of(tenant).module_bytes_max;
     let is_wasm = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(b"application/wasm"));
-    let (wasm, settings) = if is_wasm {
+    // The body counts as held until the deploy is over.
+    let (wasm, settings, _held) = if is_wasm {
         let query = query.map_err(|e| ApiError::bad_request("invalid_args", e.to_string()))?;
         *name = query
             .name
@@ -185,19 +186,18 @@ async fn deploy_for(
                 .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
             None => SettingsView::default(),
         };
-        let wasm = body::read(body, module_bytes_max, gateway.body_idle()).await.map_err(as_module)?;
-        (wasm, settings)
+        let wasm = body::read(gateway, tenant, body, module_bytes_max).await.map_err(as_module)?;
+        (wasm.bytes.clone(), settings, wasm)
     } else {
         let bytes_max = grown(module_bytes_max);
-        let json = body::read(body, bytes_max, gateway.body_idle()).await.map_err(as_module)?;
-        let request: DeployRequest = serde_json::from_slice(&json)
+        let json = body::read(gateway, tenant, body, bytes_max).await.map_err(as_module)?;
+        let request: DeployRequest = serde_json::from_slice(&json.bytes)
             .map_err(|e| ApiError::bad_request("invalid_json", format!("the request body: {e}")))?;
-        drop(json);
         *name = request.name;
         let wasm = BASE64
             .decode(request.wasm_b64.as_bytes())
             .map_err(|e| ApiError::bad_request("invalid_base64", format!("wasm_b64: {e}")))?;
-        (Bytes::from(wasm), request.settings)
+        (Bytes::from(wasm), request.settings, json)
     };
     let (runtime, tenant, deployed_name) = (gateway.runtime.clone(), tenant.to_owned(), name.clone());
     // Not on this thread: it compiles and syncs files. Not tied to this connection either: once the module is here, a
@@ -323,9 +323,8 @@ async fn change<R: serde::de::DeserializeOwned>(
         Err(error) => return error.into_response(),
     };
     let result = async {
-        let body = body::read(body, gateway.runtime.config.server.body_bytes_max, gateway.body_idle()).await?;
-        let body = if body.is_empty() { Bytes::from_static(b"{}") } else { body };
-        let request = super::invoke::parse_json(&body)?;
+        let body = body::read(gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
+        let request = super::invoke::parse_json(&body.bytes)?;
         let function = gateway.runtime.catalog.resolve(&tenant, f)?;
         let shares = shares(&function, request)?;
         let (runtime, tenant, f) = (gateway.runtime.clone(), tenant.clone(), f.to_owned());

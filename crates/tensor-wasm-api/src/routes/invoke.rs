@@ -85,12 +85,12 @@ pub(crate) async fn invoke(
     let result = async {
         // Known before the body is read: a flood of calls to nothing costs little.
         gateway.runtime.catalog.resolve(&tenant, &f)?;
-        let bytes = body::read(body, gateway.runtime.config.server.body_bytes_max, gateway.body_idle()).await?;
+        let body = body::read(&gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
         let is_bytes = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(OCTETS.as_bytes()));
         let (call, deadline_ms) = if is_bytes {
-            (Call::Bytes { export: query.export, body: bytes }, None)
+            (Call::Bytes { export: query.export, body: body.bytes.clone() }, None)
         } else {
-            let request: InvokeRequest = parse_json(&bytes)?;
+            let request: InvokeRequest = parse_json(&body.bytes)?;
             let InvokeRequest { export, args, stdin, deadline_ms } = request;
             (Call::Export { export: export.or(query.export), args, stdin: Bytes::from(stdin) }, deadline_ms)
         };

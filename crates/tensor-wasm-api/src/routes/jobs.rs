@@ -99,8 +99,8 @@ pub(crate) async fn submit(
         Err(error) => return error.into_response(),
     };
     let result = async {
-        let bytes = body::read(body, gateway.runtime.config.server.body_bytes_max, gateway.body_idle()).await?;
-        let SubmitRequest { export, args, stdin, attempts } = parse_json(&bytes)?;
+        let body = body::read(&gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
+        let SubmitRequest { export, args, stdin, attempts } = parse_json(&body.bytes)?;
         let idempotency_key = match headers.get(IDEMPOTENCY_KEY).map(|v| v.to_str()) {
             None => None,
             Some(Ok(key)) => Some(key.to_owned()),

@@ -44,8 +44,8 @@ pub(crate) async fn invoke(
     };
     let result = async {
         gateway.runtime.catalog.resolve(&tenant, &f)?;
-        let bytes = body::read(body, gateway.runtime.config.server.body_bytes_max, gateway.body_idle()).await?;
-        let InvokeRequest { export, args, stdin, deadline_ms } = parse_json(&bytes)?;
+        let body = body::read(&gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
+        let InvokeRequest { export, args, stdin, deadline_ms } = parse_json(&body.bytes)?;
         let (stdout, chunks) = mpsc::channel(CHUNKS_WAITING_MAX);
         let invocation = Invocation {
             id: trace.trace_id,

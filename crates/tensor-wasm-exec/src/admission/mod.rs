@@ -65,6 +65,17 @@ impl Admission {
             Decision::Rejected(rejection) => return Err(rejection),
             Decision::Waiting(ticket, account) => (ticket, account),
         };
+        // Boxed, as is every rare branch of a call: a future is as large as its largest branch, and moved into place whole.
+        Box::pin(self.wait(ticket, account, turn, deadline)).await
+    }
+
+    async fn wait(
+        self: &Arc<Self>,
+        ticket: Ticket,
+        account: Arc<Account>,
+        turn: Option<oneshot::Receiver<()>>,
+        deadline: Instant,
+    ) -> Result<Permit, Rejection> {
         let mut place = InLine { admission: self.clone(), account: account.clone(), ticket: Some(ticket) };
         let arrived = Instant::now();
         let until = deadline.min(arrived + self.wait_max);

@@ -52,7 +52,7 @@ pub(crate) struct State {
     pub deadline_ms: u64,
     /// The meter the output streams write to, once there are any; swapped when a reused instance gets its next call.
     output_meter: Option<Arc<Mutex<Arc<Meter>>>>,
-    serving: Serving,
+    pub serving: Serving,
     args: Vec<String>,
     stdin: Bytes,
     stdout: Sink,
