@@ -17,6 +17,9 @@ const LINES_MAX: usize = 1_000;
 const PAPERS: [&str; 6] =
     ["README.md", "ARCHITECTURE.md", "SPECIFICATION.md", "CHANGELOG.md", "docs/DESIGN.md", "docs/PERFORMANCE.md"];
 
+/// From the tree to complaints.
+type Check = fn(&Tree) -> Vec<String>;
+
 struct Tree {
     /// Every tracked text file by its path from the root.
     files: BTreeMap<String, String>,
@@ -24,7 +27,7 @@ struct Tree {
 
 pub(crate) fn check() -> anyhow::Result<()> {
     let tree = Tree::read()?;
-    let checks: [(&str, fn(&Tree) -> Vec<String>); 9] = [
+    let checks: [(&str, Check); 9] = [
         ("papers name files that exist", paths),
         ("SPECIFICATION.md names tests and results that exist", specification),
         ("PERFORMANCE.md quotes the result files", performance),

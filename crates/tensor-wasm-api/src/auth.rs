@@ -85,6 +85,17 @@ impl Tokens {
         }
     }
 
+    /// Lets only those through who may speak for every tenant.
+    pub(crate) fn operator(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        match self.scope(headers)? {
+            Scope::Every => Ok(()),
+            Scope::Only(_) => {
+                let message = "this needs a token for every tenant (TOKEN:tenant=*)";
+                Err(ApiError::new(StatusCode::FORBIDDEN, "permission_denied", message))
+            }
+        }
+    }
+
     /// Whether the request carries one of our tokens; such a header is not for the guest.
     pub(crate) fn carries_token(&self, headers: &HeaderMap) -> bool {
         !self.is_empty() && self.scope(headers).is_ok()

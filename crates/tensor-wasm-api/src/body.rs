@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -34,19 +35,19 @@ pub(crate) struct Held {
 }
 
 /// A body in memory, and its part of what may be held.
-pub(crate) struct Whole<'a> {
+pub(crate) struct Whole {
     pub bytes: Bytes,
-    _share: Option<Share<'a>>,
+    _share: Option<Share>,
 }
 
-struct Share<'a> {
-    held: &'a Held,
+struct Share {
+    held: Arc<Held>,
     tenant: String,
     bytes: usize,
 }
 
 impl Held {
-    fn share(&self, tenant: &str, bytes: usize) -> Result<Share<'_>, Rejection> {
+    fn share(self: &Arc<Self>, tenant: &str, bytes: usize) -> Result<Share, Rejection> {
         let mut by_tenant = self.by_tenant.lock();
         let total: usize = by_tenant.values().sum();
         let own = by_tenant.get(tenant).copied().unwrap_or(0);
@@ -64,11 +65,11 @@ impl Held {
             return Err(Rejection::ServerBusy { running: 0, queued: 0, why, retry_after: RETRY_AFTER });
         }
         *by_tenant.entry(tenant.to_owned()).or_default() += bytes;
-        Ok(Share { held: self, tenant: tenant.to_owned(), bytes })
+        Ok(Share { held: self.clone(), tenant: tenant.to_owned(), bytes })
     }
 }
 
-impl Drop for Share<'_> {
+impl Drop for Share {
     fn drop(&mut self) {
         let mut by_tenant = self.held.by_tenant.lock();
         if let Some(own) = by_tenant.get_mut(&self.tenant) {
@@ -81,12 +82,7 @@ impl Drop for Share<'_> {
 }
 
 /// Reads a whole body, at most `bytes_max` of it.
-pub(crate) async fn read<'a>(
-    gateway: &'a Gateway,
-    tenant: &str,
-    body: Body,
-    bytes_max: usize,
-) -> Result<Whole<'a>, ApiError> {
+pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max: usize) -> Result<Whole, ApiError> {
     let too_large = || {
         let message = format!("the request body has more than {bytes_max} bytes");
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
@@ -125,6 +121,19 @@ pub(crate) async fn read<'a>(
     }
     let bytes = if rest.is_empty() { first.unwrap_or_default() } else { rest.freeze() };
     Ok(Whole { bytes, _share: share })
+}
+
+/// Reads a body to its end, or as much of it as a module may have, and forgets it.
+pub(crate) async fn discard(body: Body, idle: Duration) {
+    const DISCARDED_BYTES_MAX: usize = 64 << 20;
+    let mut body = Patient::new(body, idle);
+    let mut total = 0;
+    while let Some(Ok(frame)) = body.frame().await {
+        total += frame.data_ref().map_or(0, Bytes::len);
+        if total > DISCARDED_BYTES_MAX {
+            return;
+        }
+    }
 }
 
 /// A body for a guest to read as it comes.
@@ -179,7 +188,7 @@ mod tests {
 
     #[test]
     fn memory_for_bodies_is_shared_out_and_comes_back() {
-        let held = Held::default();
+        let held = Arc::new(Held::default());
         let first = held.share("a", HELD_BYTES_PER_TENANT_MAX).ok().unwrap();
         assert!(matches!(held.share("a", 1), Err(Rejection::TenantBusy { .. })));
         let others: Vec<_> =

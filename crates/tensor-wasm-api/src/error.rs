@@ -104,6 +104,11 @@ impl IntoResponse for ApiError {
     }
 }
 
+/// A task of ours that ended without an answer.
+pub(crate) fn internal(error: tokio::task::JoinError) -> ApiError {
+    Failure::Bug(tensor_wasm_exec::Bug(error.to_string())).into()
+}
+
 /// Rides along with an error response so that the audit log can name it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ErrorKind(pub &'static str);

@@ -24,7 +24,7 @@ pub(crate) struct Gateway {
     pub tokens: Tokens,
     pub metrics: HttpMetrics,
     pub audit: Audit,
-    pub bodies: Held,
+    pub bodies: Arc<Held>,
     pub exporting: bool,
 }
 

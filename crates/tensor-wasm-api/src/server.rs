@@ -34,6 +34,15 @@ const HTTP2_STREAMS_MAX: u32 = 256;
 /// After an error such as "too many open files", accepting is tried again this much later.
 const ACCEPT_RETRY: Duration = Duration::from_millis(50);
 
+/// How long the last audit lines may take to be written.
+const AUDIT_FLUSH: Duration = Duration::from_secs(2);
+
+/// What every HTTP/2 connection begins with.
+const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// Between two looks at a connection that has sent a part of that.
+const PREFACE_POLL: Duration = Duration::from_millis(10);
+
 pub struct ServerOptions {
     pub addr: SocketAddr,
     pub tokens: Tokens,
@@ -127,7 +136,9 @@ impl Server {
         let _ = tokio::time::timeout_at(until.max(tokio::time::Instant::now() + ACCEPT_RETRY), joined).await;
         self.gateway.audit.close();
         if let Some(thread) = self.audit_thread {
-            let _ = thread.join();
+            // A reader of our stdout that has stopped reading must not keep us.
+            let joined = tokio::task::spawn_blocking(move || thread.join());
+            let _ = tokio::time::timeout(AUDIT_FLUSH, joined).await;
         }
         Ok(abandoned)
     }
@@ -197,7 +208,10 @@ async fn connection(
     mut closing: watch::Receiver<bool>,
     _open: Open,
 ) {
-    let mut builder = auto::Builder::new(TokioExecutor::new());
+    // The HTTP library waits for a connection's first bytes without end; we do not.
+    let Ok(Ok(is_http2)) = tokio::time::timeout(header_read, speaks_http2(&stream)).await else { return };
+    let builder = auto::Builder::new(TokioExecutor::new());
+    let mut builder = if is_http2 { builder.http2_only() } else { builder.http1_only() };
     builder.http1().timer(TokioTimer::new()).header_read_timeout(header_read).max_buf_size(HEAD_BYTES_MAX);
     builder
         .http2()
@@ -216,6 +230,24 @@ async fn connection(
     };
     if let Err(error) = ended {
         tracing::debug!(error, "a connection ended early");
+    }
+}
+
+/// Looks at the first bytes without taking them.
+async fn speaks_http2(stream: &tokio::net::TcpStream) -> std::io::Result<bool> {
+    let mut first = [0; HTTP2_PREFACE.len()];
+    loop {
+        let seen = stream.peek(&mut first).await?;
+        if seen == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        if first[..seen] != HTTP2_PREFACE[..seen] {
+            return Ok(false);
+        }
+        if seen == HTTP2_PREFACE.len() {
+            return Ok(true);
+        }
+        tokio::time::sleep(PREFACE_POLL).await;
     }
 }
 

@@ -10,13 +10,17 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Semaphore;
 use wasmtime::component::Component;
 use wasmtime::{Module, Precompiled};
 
+use crate::HashMap;
+use crate::admission::Account;
 use crate::catalog::{Catalog, Flavor, Kind, Revision};
 use crate::config::{self, Config, Limits};
 use crate::engine::{Engines, compiler_config};
@@ -56,6 +60,8 @@ pub(crate) struct Compiled {
 pub struct Compiler {
     exe: Option<PathBuf>,
     slots: Semaphore,
+    /// One compilation at a time per tenant, so that one tenant's bombs do not hold every slot.
+    tenants: Mutex<HashMap<Arc<str>, Arc<Semaphore>>>,
 }
 
 /// Code ready to be instantiated.
@@ -67,12 +73,13 @@ pub(crate) enum Code {
 impl Compiler {
     /// Compiles in worker processes of the given binary.
     pub fn with_worker(exe: PathBuf, config: &Config) -> Compiler {
-        Compiler { exe: Some(exe), slots: Semaphore::new(config.engine.compile_concurrency_max) }
+        Compiler { exe: Some(exe), ..Compiler::in_process(config) }
     }
 
     /// Compiles on a thread of this process, without time or memory limits.
     pub fn in_process(config: &Config) -> Compiler {
-        Compiler { exe: None, slots: Semaphore::new(config.engine.compile_concurrency_max) }
+        let slots = Semaphore::new(config.engine.compile_concurrency_max);
+        Compiler { exe: None, slots, tenants: Mutex::default() }
     }
 
     /// Compiles a source that is in the catalog and installs the artifact.
@@ -82,8 +89,13 @@ impl Compiler {
         engines: &Engines,
         engine_config: &config::Engine,
         revision: &Revision,
-        limits: &Limits,
+        account: &Account,
     ) -> Result<Compiled, Failure> {
+        let limits = &account.limits;
+        let turn =
+            self.tenants.lock().entry(account.name.clone()).or_insert_with(|| Arc::new(Semaphore::new(1))).clone();
+        let turn = Turn { compiler: self, name: account.name.clone(), semaphore: turn };
+        let _turn = turn.semaphore.acquire().await.map_err(|e| Bug(e.to_string()))?;
         let _slot = self.slots.acquire().await.map_err(|e| Bug(e.to_string()))?;
         let scratch = catalog.files.scratch();
         let order = Order {
@@ -102,6 +114,23 @@ impl Compiler {
             let _ = std::fs::remove_file(&scratch);
         }
         result
+    }
+}
+
+/// A tenant's place among those that compile; the last to leave takes its entry along.
+struct Turn<'a> {
+    compiler: &'a Compiler,
+    name: Arc<str>,
+    semaphore: Arc<Semaphore>,
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut tenants = self.compiler.tenants.lock();
+        // The map's and ours.
+        if Arc::strong_count(&self.semaphore) <= 2 {
+            tenants.remove(&self.name);
+        }
     }
 }
 

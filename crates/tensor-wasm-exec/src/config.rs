@@ -82,6 +82,8 @@ pub struct Jobs {
     pub queue_max: usize,
     /// Attempts of a job whose guest faulted, unless the request says otherwise.
     pub attempts: u32,
+    /// Size of a job's arguments and stdin together, and of its result.
+    pub record_bytes_max: usize,
     /// A finished job and its result are kept this long.
     pub keep_s: u64,
     /// Finished jobs kept, all tenants together; the oldest go first.
@@ -186,7 +188,14 @@ impl Default for Engine {
 
 impl Default for Jobs {
     fn default() -> Self {
-        Jobs { concurrency_max: 16, queue_max: 100_000, attempts: 1, keep_s: 24 * 3600, keep_max: 100_000 }
+        Jobs {
+            concurrency_max: 16,
+            queue_max: 100_000,
+            attempts: 1,
+            record_bytes_max: 256 << 10,
+            keep_s: 24 * 3600,
+            keep_max: 100_000,
+        }
     }
 }
 
@@ -254,7 +263,14 @@ impl Config {
         )
     }
 
-    fn check(&self) -> Result<(), String> {
+    /// The largest table any tenant may have; the pool's tables are of this size.
+    pub(crate) fn table_elements_max(&self) -> u32 {
+        let overrides = self.tenant.values().filter_map(|over| over.table_elements_max);
+        overrides.chain([self.limits.table_elements_max]).max().unwrap_or(0)
+    }
+
+    /// Refuses values that could not work, naming them.
+    pub fn check(&self) -> Result<(), String> {
         let tenants = self.tenant.keys().map(|name| (format!("tenant.{name}"), self.limits_of(name)));
         for (section, limits) in std::iter::once(("limits".to_owned(), self.limits.clone())).chain(tenants) {
             let positive = [
@@ -273,8 +289,12 @@ impl Config {
                     limits.memory_bytes_max
                 ));
             }
-            if !limits.rate_per_second.is_finite() || limits.rate_per_second < 0.0 {
-                return Err(format!("[{section}] rate_per_second must be 0 (no limit) or a positive number"));
+            // One request a day is slow enough; smaller numbers would make waiting times that no clock holds.
+            let slowest = 1.0 / 86_400.0;
+            if limits.rate_per_second != 0.0
+                && !(limits.rate_per_second >= slowest && limits.rate_per_second.is_finite())
+            {
+                return Err(format!("[{section}] rate_per_second must be 0 (no limit) or at least one a day"));
             }
         }
         for (key, value) in [

@@ -25,14 +25,12 @@ pub const TICK: Duration = Duration::from_millis(1);
 /// Without a guest running for this long, the clock stops ticking until the next one starts.
 const IDLE_TICKS: u32 = 100;
 
-/// Core instances one component may consist of: a command with its adapters has 4; composed ones have more.
-const CORE_INSTANCES_PER_COMPONENT: u32 = 64;
-const MEMORIES_PER_COMPONENT: u32 = 16;
-const TABLES_PER_COMPONENT: u32 = 32;
-
-/// Pooled slots per concurrent call, for the components made of several modules. Slots cost address space, and there
-/// are 47 bits of it: 4 GiB × 3 × 256 calls is 3 TiB.
-const SLOTS_PER_CALL: u32 = 3;
+/// What one call may take of the pool: a component from today's compilers has four core instances, one or two memories and
+/// three tables. The pool holds this much for every call that may run and for every instance that may be kept, so no tenant
+/// can take it from another. Slots cost address space only: 512 × 4 × 4 GiB are 8 of the 128 TiB there are.
+pub(crate) const CORE_INSTANCES_PER_CALL: u32 = 16;
+pub(crate) const MEMORIES_PER_CALL: u32 = 4;
+pub(crate) const TABLES_PER_CALL: u32 = 8;
 
 /// Room that Rust host functions need on the guest's stack beyond what the guest itself may use.
 const HOST_STACK_BYTES: usize = 512 << 10;
@@ -104,28 +102,27 @@ pub fn compiler_config(engine: &crate::config::Engine, flavor: Flavor) -> wasmti
 }
 
 fn pool(config: &Config) -> PoolingAllocationConfig {
-    let calls = u32::try_from(config.server.concurrency_max).unwrap_or(u32::MAX / 8).max(16);
-    let slots = calls.saturating_mul(SLOTS_PER_CALL);
-    let table_elements = config.limits.table_elements_max;
-    let mut pool = PoolingAllocationConfig::new();
+    let calls = u32::try_from(config.server.concurrency_max).unwrap_or(u32::MAX);
     // Twice: running, and kept for reuse.
-    pool.total_component_instances(calls.saturating_mul(2))
-        .total_core_instances(slots.saturating_mul(2))
-        .total_memories(slots)
-        .total_tables(slots)
-        .total_stacks(calls.saturating_mul(2))
-        .total_gc_heaps(calls.saturating_mul(2))
-        .max_core_instances_per_component(CORE_INSTANCES_PER_COMPONENT)
-        .max_memories_per_component(MEMORIES_PER_COMPONENT)
-        .max_tables_per_component(TABLES_PER_COMPONENT)
-        .max_memories_per_module(4)
-        .max_tables_per_module(8)
-        .table_elements(usize::try_from(table_elements).unwrap_or(usize::MAX))
+    let calls = calls.saturating_mul(2).max(16);
+    let mut pool = PoolingAllocationConfig::new();
+    pool.total_component_instances(calls)
+        .total_core_instances(calls.saturating_mul(CORE_INSTANCES_PER_CALL))
+        .total_memories(calls.saturating_mul(MEMORIES_PER_CALL))
+        .total_tables(calls.saturating_mul(TABLES_PER_CALL))
+        .total_stacks(calls)
+        .total_gc_heaps(calls)
+        .max_core_instances_per_component(CORE_INSTANCES_PER_CALL)
+        .max_memories_per_component(MEMORIES_PER_CALL)
+        .max_tables_per_component(TABLES_PER_CALL)
+        .max_memories_per_module(MEMORIES_PER_CALL)
+        .max_tables_per_module(TABLES_PER_CALL)
+        .table_elements(usize::try_from(config.table_elements_max()).unwrap_or(usize::MAX))
         .max_memory_size(usize::try_from(SLOT_MEMORY_BYTES).unwrap_or(usize::MAX))
         .linear_memory_keep_resident(config.engine.keep_resident_bytes)
         .table_keep_resident(64 << 10)
         .async_stack_keep_resident(0)
-        .max_unused_warm_slots(slots)
+        .max_unused_warm_slots(calls)
         .pagemap_scan(Enabled::Auto);
     pool
 }

@@ -17,7 +17,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::admission::Permit;
 use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
-use crate::failure::{Failure, Fault, Rejection};
+use crate::failure::{Bug, Failure, Fault, Rejection};
 use crate::guest::budget::Meter;
 use crate::guest::component::Args;
 use crate::guest::http::{self, Exchange};
@@ -102,7 +102,7 @@ impl Runtime {
 
         let loaded = match self.pool.loaded(&revision.revision) {
             Some(loaded) => loaded,
-            None => Box::pin(self.load(revision, permit.account())).await?,
+            None => self.load_within(&serving, &permit, arrived + patience).await?,
         };
         let prepared = prepare(&loaded.entry, invocation.call)?;
         let time =
@@ -111,7 +111,7 @@ impl Runtime {
         let guest = Guest {
             pool: self.pool.clone(),
             environment: self.environment(&serving, &permit, &time, &prepared, &meter),
-            settlement: Settlement::new(self, &serving, invocation.id, &meter),
+            settlement: Settlement::new(self, &serving, &permit, invocation.id, &meter),
             serving: serving.clone(),
             loaded,
             permit,
@@ -123,6 +123,26 @@ impl Runtime {
         let usage = time.usage(&meter);
         let output = ended.map_err(|failed| failed.into_failure(usage))?;
         Ok(Outcome { serving, output, usage })
+    }
+
+    /// Loads on the background runtime: it reads and may compile, which a serving thread must not; and a caller who leaves
+    /// does not undo it for the next.
+    async fn load_within(&self, serving: &Serving, permit: &Permit, deadline: Instant) -> Result<Arc<Loaded>, Failure> {
+        let (runtime, serving, account) = (self.shared()?, serving.clone(), permit.account().clone());
+        let deadline = deadline.min(Instant::now() + Duration::from_millis(account.limits.deadline_ms_max));
+        let loading = self.background.spawn(async move { runtime.load(serving.revision(), &account).await });
+        match tokio::time::timeout_at(deadline.into(), loading).await {
+            Ok(loaded) => loaded.map_err(|e| Bug(e.to_string()))?,
+            Err(_) => {
+                let depth = self.admission.depth();
+                Err(Failure::Rejected(Rejection::ServerBusy {
+                    running: depth.running,
+                    queued: depth.waiting,
+                    why: "the function is still being compiled",
+                    retry_after: Duration::from_secs(1),
+                }))
+            }
+        }
     }
 
     async fn call(
@@ -186,6 +206,7 @@ impl Runtime {
             stderr: log,
             meter: meter.clone(),
             outbound: self.outbound.clone(),
+            may_reuse: !matches!(prepared, Prepared::Call(GuestCall::Command { .. }, _) | Prepared::Call(_, Some(_))),
         }
     }
 }
@@ -303,7 +324,9 @@ struct Guest {
 impl Guest {
     async fn call(self, call: GuestCall) -> Result<Output, GuestError> {
         let Guest { pool, loaded, serving, permit, environment, mut settlement } = self;
-        let (function_id, reuse) = (&serving.function.id, serving.revision().settings.reuse);
+        let function_id = &serving.function.id;
+        // A command's instance is used up, and a streamed call's writes to its own caller.
+        let reuse = serving.revision().settings.reuse && environment.may_reuse;
         let meter = environment.meter.clone();
         let result = async {
             let mut lease = pool.lease(&loaded, permit, environment).await?;
@@ -392,17 +415,19 @@ struct Settlement {
     logs: Arc<crate::logs::Logs>,
     metrics: Arc<crate::metrics::Metrics>,
     serving: Serving,
+    log_bytes_max: usize,
     id: u128,
     meter: Arc<Meter>,
-    ended: Option<Result<(), String>>,
+    ended: Option<Result<(), GuestError>>,
 }
 
 impl Settlement {
-    fn new(runtime: &Runtime, serving: &Serving, id: u128, meter: &Arc<Meter>) -> Settlement {
+    fn new(runtime: &Runtime, serving: &Serving, permit: &Permit, id: u128, meter: &Arc<Meter>) -> Settlement {
         Settlement {
             logs: runtime.logs.clone(),
             metrics: runtime.metrics.clone(),
             serving: serving.clone(),
+            log_bytes_max: permit.account().limits.log_bytes_max,
             id,
             meter: meter.clone(),
             ended: None,
@@ -412,8 +437,8 @@ impl Settlement {
     fn end<T>(&mut self, result: &Result<T, GuestError>) {
         self.ended = Some(match result {
             Ok(_) => Ok(()),
-            Err(GuestError::Faulted(fault)) => Err(fault.to_string()),
-            Err(GuestError::Rejected(rejection)) => Err(rejection.to_string()),
+            Err(GuestError::Faulted(fault)) => Err(fault.clone().into()),
+            Err(GuestError::Rejected(rejection)) => Err(rejection.clone().into()),
         });
     }
 }
@@ -422,16 +447,17 @@ impl Drop for Settlement {
     fn drop(&mut self) {
         let fault = match self.ended.take() {
             Some(Ok(())) => None,
-            Some(Err(fault)) => Some(fault),
+            Some(Err(GuestError::Rejected(rejection))) => Some(rejection.to_string()),
+            Some(Err(GuestError::Faulted(fault))) => {
+                self.metrics.invocation_faults.inc();
+                Some(fault.to_string())
+            }
             None => Some("stopped: it met its deadline or its caller went away".to_owned()),
         };
-        if fault.is_some() {
-            self.metrics.invocation_faults.inc();
-        }
         let dropped = self.meter.captured.dropped_bytes.load(Ordering::Relaxed);
         if dropped > 0 {
             self.metrics.log_bytes_dropped.inc_by(dropped);
         }
-        self.logs.keep(&self.serving, self.id, &self.meter, fault);
+        self.logs.keep(&self.serving, self.id, &self.meter, self.log_bytes_max, fault);
     }
 }

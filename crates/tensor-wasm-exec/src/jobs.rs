@@ -5,7 +5,7 @@
 //! runs it again, and one that was running at too many crashes is failed rather than tried for ever. Tenants take turns,
 //! so one tenant's backlog delays no other's job.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use tokio::sync::{Notify, watch};
 
 use crate::catalog::store::{Change, Read, Table};
 use crate::catalog::{Kind, now_ms, storage};
-use crate::failure::{Failure, Rejection};
+use crate::failure::{Failure, Fault, Rejection};
 use crate::invoke::{Call, Invocation, Output};
 use crate::runtime::Runtime;
 
@@ -127,12 +127,22 @@ pub(crate) struct Recovered {
     pub damaged: Vec<(String, Vec<u8>, String)>,
 }
 
+struct Running {
+    tenant: String,
+    /// Told to stop; dropped once the job's record says what became of it.
+    signal: watch::Sender<bool>,
+}
+
 #[derive(Default)]
 struct Line {
     /// Waiting jobs by tenant, each tenant's in order; tenants take turns.
     waiting: HashMap<String, VecDeque<String>>,
     turns: VecDeque<String>,
-    running: HashMap<String, watch::Sender<bool>>,
+    running: HashMap<String, Running>,
+    /// Workers one tenant's jobs may hold while others wait.
+    running_per_tenant_max: usize,
+    /// Cancelled between two attempts: not to be queued again.
+    cancelled: HashSet<String>,
     /// Queued, running or waiting for another attempt.
     unfinished: HashMap<String, usize>,
     unfinished_total: usize,
@@ -144,55 +154,72 @@ fn key(tenant: &str, id: &str) -> String {
     format!("{tenant}\0{id}")
 }
 
-impl Jobs {
-    /// Takes up what an earlier server left unfinished.
-    pub(crate) fn recover(records: Vec<(String, Read<Job>)>) -> Recovered {
-        let mut line = Line::default();
-        let (mut changed, mut damaged) = (Vec::new(), Vec::new());
-        let mut finished = Vec::new();
-        for (key, read) in records {
-            let mut job = match read {
-                Read::Good(job) => job,
-                Read::Damaged(bytes, why) => {
-                    damaged.push((key, bytes, why));
-                    continue;
-                }
-            };
-            if job.state == State::Running {
-                job.interrupted += 1;
-                job.state = State::Queued;
-                if job.interrupted >= INTERRUPTED_MAX {
-                    let message = format!("the server stopped {} times while it ran", job.interrupted);
-                    job.fail("internal", message);
-                }
-                changed.push(job.clone());
+/// Takes up what an earlier server left, one record at a time.
+#[derive(Default)]
+pub(crate) struct Recovery {
+    line: Line,
+    changed: Vec<Job>,
+    damaged: Vec<(String, Vec<u8>, String)>,
+    finished: Vec<(u64, String, String)>,
+}
+
+impl Recovery {
+    pub(crate) fn take(&mut self, key: String, read: Read<Job>) {
+        let mut job = match read {
+            Read::Good(job) => job,
+            Read::Damaged(bytes, why) => return self.damaged.push((key, bytes, why)),
+        };
+        if job.state == State::Running {
+            job.interrupted += 1;
+            job.state = State::Queued;
+            if job.interrupted >= INTERRUPTED_MAX {
+                let message = format!("the server stopped {} times while it ran", job.interrupted);
+                job.fail("internal", message);
             }
-            match job.finished_ms {
-                Some(at) => finished.push((at, job.tenant, job.id)),
-                None => {
-                    line.count(&job.tenant, 1);
-                    line.push(&job.tenant, job.id);
-                }
+            self.changed.push(job.clone());
+        }
+        match job.finished_ms {
+            Some(at) => self.finished.push((at, job.tenant, job.id)),
+            None => {
+                self.line.count(&job.tenant, 1);
+                self.line.push(&job.tenant, job.id);
             }
         }
-        finished.sort();
-        line.finished = finished.into();
+    }
+
+    pub(crate) fn finish(mut self, workers: usize) -> Recovered {
+        self.finished.sort();
+        self.line.finished = self.finished.into();
+        self.line.running_per_tenant_max = (workers * 3 / 4).max(1);
         let jobs = Jobs {
-            line: Mutex::new(line),
+            line: Mutex::new(self.line),
             arrived: Notify::new(),
             keyed: tokio::sync::Mutex::default(),
             stopping: AtomicBool::new(false),
         };
-        Recovered { jobs, changed, damaged }
+        Recovered { jobs, changed: self.changed, damaged: self.damaged }
     }
+}
 
+/// A job handed to a worker; already among the running.
+struct Popped {
+    tenant: String,
+    id: String,
+    cancelled: watch::Receiver<bool>,
+}
+
+impl Jobs {
     /// No job starts after this; those running go on.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.arrived.notify_waiters();
     }
 
-    async fn next(&self) -> Option<(String, String)> {
+    pub(crate) fn running(&self) -> usize {
+        self.line.lock().running.len()
+    }
+
+    async fn next(&self) -> Option<Popped> {
         loop {
             let arrived = self.arrived.notified();
             if self.stopping.load(Ordering::Acquire) {
@@ -220,15 +247,22 @@ impl Line {
         waiting.push_back(id);
     }
 
-    fn pop(&mut self) -> Option<(String, String)> {
-        let tenant = self.turns.pop_front()?;
+    /// The next job of the next tenant that holds no more than its part of the workers.
+    fn pop(&mut self) -> Option<Popped> {
+        let busy = |tenant: &String| {
+            self.running.values().filter(|r| r.tenant == *tenant).count() >= self.running_per_tenant_max
+        };
+        let at = self.turns.iter().position(|tenant| !busy(tenant))?;
+        let tenant = self.turns.remove(at)?;
         let waiting = self.waiting.get_mut(&tenant)?;
         let id = waiting.pop_front()?;
         match waiting.is_empty() {
             true => drop(self.waiting.remove(&tenant)),
             false => self.turns.push_back(tenant.clone()),
         }
-        Some((tenant, id))
+        let (signal, cancelled) = watch::channel(false);
+        self.running.insert(id.clone(), Running { tenant: tenant.clone(), signal });
+        Some(Popped { tenant, id, cancelled })
     }
 
     fn remove(&mut self, tenant: &str, id: &str) -> bool {
@@ -278,6 +312,11 @@ impl Runtime {
         let attempts_max = submission.attempts_max.unwrap_or(self.config.jobs.attempts);
         if !(1..=ATTEMPTS_MAX).contains(&attempts_max) {
             return Err(Rejection::InvalidArgs { why: format!("attempts: between 1 and {ATTEMPTS_MAX}") });
+        }
+        let bytes = serde_json::to_vec(&submission.args).map_or(0, |json| json.len()) + submission.stdin.len();
+        if bytes > self.config.jobs.record_bytes_max {
+            let bytes_max = self.config.jobs.record_bytes_max;
+            return Err(Rejection::TooLarge { what: "a job's request", bytes_max, limit: "[jobs] record_bytes_max" });
         }
         let Some(idempotency_key) = submission.idempotency_key.clone() else {
             return self.accept(submission, attempts_max, None).await;
@@ -383,23 +422,29 @@ impl Runtime {
         if job.state.is_final() {
             return Err(Rejection::Conflict { why: format!("job {id} is {} already", job.state.as_str()) });
         }
-        let (was_waiting, running) = {
+        let running = {
             let mut line = self.jobs.line.lock();
-            (line.remove(tenant, id), line.running.get(id).map(watch::Sender::subscribe))
+            match line.running.get(id) {
+                Some(running) => {
+                    running.signal.send_replace(true);
+                    Some(running.signal.subscribe())
+                }
+                None => {
+                    // Waiting its turn, or for another attempt.
+                    match line.remove(tenant, id) {
+                        true => drop(self.metrics.jobs_queued.dec()),
+                        false => drop(line.cancelled.insert(id.to_owned())),
+                    }
+                    None
+                }
+            }
         };
-        if was_waiting {
-            self.metrics.jobs_queued.dec();
+        let Some(mut running) = running else {
             job.state = State::Cancelled;
             job.finished_ms = Some(now_ms());
             self.conclude(&job).await;
             return Ok(job);
-        }
-        let Some(mut running) = running else {
-            return self.job(tenant, id);
         };
-        if let Some(signal) = self.jobs.line.lock().running.get(id) {
-            signal.send_replace(true);
-        }
         // The worker drops its end once the record is written.
         while running.changed().await.is_ok() {}
         self.job(tenant, id)
@@ -412,11 +457,13 @@ impl Runtime {
         for _ in 0..self.config.jobs.concurrency_max {
             let runtime = self.clone();
             self.background.spawn(async move {
-                while let Some((tenant, id)) = runtime.jobs.next().await {
+                while let Some(popped) = runtime.jobs.next().await {
                     runtime.metrics.jobs_queued.dec();
                     runtime.metrics.jobs_active.inc();
-                    runtime.run_job(&tenant, &id).await;
+                    runtime.run_job(popped).await;
                     runtime.metrics.jobs_active.dec();
+                    // A place among its tenant's may be what another job waited for.
+                    runtime.jobs.arrived.notify_one();
                 }
             });
         }
@@ -430,17 +477,32 @@ impl Runtime {
         });
     }
 
-    async fn run_job(self: &Arc<Self>, tenant: &str, id: &str) {
-        let Ok(mut job) = self.job(tenant, id) else { return };
-        let (signal, mut cancelled) = watch::channel(false);
-        self.jobs.line.lock().running.insert(id.to_owned(), signal);
+    async fn run_job(self: &Arc<Self>, popped: Popped) {
+        let Popped { tenant, id, mut cancelled } = popped;
+        let mut job = match self.job(&tenant, &id) {
+            Ok(job) => job,
+            Err(error) => {
+                let mut line = self.jobs.line.lock();
+                line.running.remove(&id);
+                match error {
+                    Rejection::NotFound { .. } => line.count(&tenant, -1),
+                    // The disk, not the job: it keeps its place.
+                    error => {
+                        tracing::error!(job = id, %error, "a job cannot be read; trying again");
+                        drop(line);
+                        self.requeue_later(tenant, id, Duration::from_secs(1));
+                    }
+                }
+                return;
+            }
+        };
         job.state = State::Running;
         job.attempts += 1;
         job.started_ms = Some(now_ms());
         self.record(&job).await;
         let invocation = Invocation {
-            id: uuid::Uuid::parse_str(id).map_or(0, |id| id.as_u128()),
-            tenant: tenant.to_owned(),
+            id: uuid::Uuid::parse_str(&id).map_or(0, |id| id.as_u128()),
+            tenant: tenant.clone(),
             function: job.function.clone(),
             call: Call::Export {
                 export: job.export.clone(),
@@ -458,9 +520,9 @@ impl Runtime {
             Some(_) => self.record(&job).await,
             None => self.conclude(&job).await,
         }
-        drop(self.jobs.line.lock().running.remove(id));
+        drop(self.jobs.line.lock().running.remove(&id));
         if let Some(after) = again {
-            self.requeue_later(job, after);
+            self.requeue_later(tenant, id, after);
         }
     }
 
@@ -473,12 +535,22 @@ impl Runtime {
                 return None;
             }
             Some(Ok(outcome)) => {
+                let result = match outcome.output {
+                    Output::Value(value) => value,
+                    Output::Bytes(_) | Output::Response(_) => Value::Null,
+                };
+                let bytes_max = self.config.jobs.record_bytes_max;
+                if serde_json::to_vec(&result).map_or(0, |json| json.len()) > bytes_max {
+                    let fault = Fault::OutputTooLarge { bytes_max };
+                    job.fail(
+                        fault.kind(),
+                        format!("the result has more than {bytes_max} bytes ([jobs] record_bytes_max)"),
+                    );
+                    return None;
+                }
                 job.state = State::Succeeded;
                 job.finished_ms = Some(now_ms());
-                job.result = match outcome.output {
-                    Output::Value(value) => Some(value),
-                    Output::Bytes(_) | Output::Response(_) => None,
-                };
+                job.result = Some(result);
                 return None;
             }
             Some(Err(failure)) => failure,
@@ -507,12 +579,14 @@ impl Runtime {
         None
     }
 
-    fn requeue_later(self: &Arc<Self>, job: Job, after: Duration) {
+    fn requeue_later(self: &Arc<Self>, tenant: String, id: String, after: Duration) {
         let runtime = self.clone();
         self.background.spawn(async move {
             tokio::time::sleep(after).await;
-            runtime.metrics.jobs_queued.inc();
-            runtime.jobs.enqueue(&job.tenant, job.id);
+            if !runtime.jobs.line.lock().cancelled.remove(&id) {
+                runtime.metrics.jobs_queued.inc();
+                runtime.jobs.enqueue(&tenant, id);
+            }
         });
     }
 
@@ -561,23 +635,25 @@ mod tests {
 
     #[test]
     fn tenants_take_turns() {
-        let mut line = Line::default();
+        let mut line = Line { running_per_tenant_max: 2, ..Line::default() };
         for id in ["a1", "a2", "a3"] {
             line.push("a", id.to_owned());
         }
         line.push("b", "b1".to_owned());
-        let order: Vec<String> = std::iter::from_fn(|| line.pop()).map(|(_, id)| id).collect();
-        assert_eq!(order, ["a1", "b1", "a2", "a3"]);
+        let order: Vec<String> = std::iter::from_fn(|| line.pop()).map(|popped| popped.id).collect();
+        assert_eq!(order, ["a1", "b1", "a2"], "a third worker is not for the same tenant");
+        line.running.remove("a1");
+        assert_eq!(line.pop().map(|popped| popped.id).as_deref(), Some("a3"));
     }
 
     #[test]
     fn removing_the_last_of_a_tenant_ends_its_turn() {
-        let mut line = Line::default();
+        let mut line = Line { running_per_tenant_max: 1, ..Line::default() };
         line.push("a", "a1".to_owned());
         line.push("b", "b1".to_owned());
         assert!(line.remove("a", "a1"));
         assert!(!line.remove("a", "a1"));
-        assert_eq!(line.pop(), Some(("b".to_owned(), "b1".to_owned())));
-        assert_eq!(line.pop(), None);
+        assert_eq!(line.pop().map(|popped| popped.id).as_deref(), Some("b1"));
+        assert!(line.pop().is_none());
     }
 }

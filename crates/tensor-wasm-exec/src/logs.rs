@@ -52,22 +52,35 @@ impl Entry {
 
 impl Logs {
     /// Keeps what a call wrote; a silent call without a fault leaves no entry.
-    pub(crate) fn keep(&self, serving: &Serving, invocation: u128, meter: &Meter, fault: Option<String>) {
+    pub(crate) fn keep(
+        &self,
+        serving: &Serving,
+        invocation: u128,
+        meter: &Meter,
+        bytes_max: usize,
+        fault: Option<String>,
+    ) {
         let captured = &meter.captured;
         let is_silent = captured.stdout.lock().is_empty() && captured.stderr.lock().is_empty();
         if is_silent && fault.is_none() {
             return;
         }
         let take = |buffer: &Mutex<Vec<u8>>| {
-            let bytes = std::mem::take(&mut *buffer.lock());
+            let mut bytes = std::mem::take(&mut *buffer.lock());
+            // A result that never became one may be larger than a log.
+            let excess = bytes.len().saturating_sub(bytes_max);
+            captured.dropped_bytes.fetch_add(excess as u64, Ordering::Relaxed);
+            bytes.truncate(bytes_max);
+            bytes.shrink_to_fit();
             String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
         };
+        let (stdout, stderr) = (take(&captured.stdout), take(&captured.stderr));
         let entry = Entry {
             at_ms: crate::catalog::now_ms(),
             invocation: format!("{invocation:032x}"),
             revision: serving.revision().revision.short().to_owned(),
-            stdout: take(&captured.stdout),
-            stderr: take(&captured.stderr),
+            stdout,
+            stderr,
             dropped_bytes: captured.dropped_bytes.swap(0, Ordering::Relaxed),
             fault,
         };

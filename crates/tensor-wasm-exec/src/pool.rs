@@ -237,23 +237,31 @@ impl Pool {
         environment: Environment,
     ) -> Result<Lease, GuestError> {
         let function = &environment.serving.function;
-        let kept = loaded.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop);
+        let kept = match environment.may_reuse {
+            true => loaded.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop),
+            false => None,
+        };
         // One that was made before the function last changed has the settings of then.
         if let Some(mut kept) = kept.filter(|kept| Arc::ptr_eq(&kept.store.data().serving.function, function)) {
-            kept.store.data_mut().rebind(environment.deadline, environment.deadline_ms, environment.meter);
+            let state = kept.store.data_mut();
+            state.ticking = Some(self.engines.clock().ticking());
+            state.rebind(environment.deadline, environment.deadline_ms, environment.meter);
             kept.store.set_epoch_deadline(1);
             let Kept { store, instance, reuses, _alive: alive, .. } = kept;
             return Ok(Lease { store, instance, alive, reuses, _permit: permit });
         }
+        // Kept instances hold memory and slots; they give way to a call that needs them.
+        let again = (self.idle.load(Ordering::Relaxed) > 0).then(|| environment.clone());
         let engine = self.engines.get(loaded.flavor);
         let mut store = state::store(engine, environment, self.engines.clock().ticking());
-        let instance = match instantiate(&loaded.entry, &mut store).await {
-            Err(error) if error.is::<PoolConcurrencyLimitError>() && self.idle.load(Ordering::Relaxed) > 0 => {
-                self.drop_idle();
-                Box::pin(instantiate(&loaded.entry, &mut store)).await
-            }
-            other => other,
-        };
+        let mut instance = instantiate(&loaded.entry, &mut store).await;
+        if let (Err(error), Some(environment)) = (&instance, again)
+            && (error.is::<PoolConcurrencyLimitError>() || store.data().budget.refused == Some(Refused::TenantLimit))
+        {
+            self.drop_idle();
+            store = state::store(engine, environment, self.engines.clock().ticking());
+            instance = Box::pin(instantiate(&loaded.entry, &mut store)).await;
+        }
         let instance = instance.map_err(|error| cannot_start(&store, &permit, &error))?;
         Ok(Lease { store, instance, alive: Alive::new(&self.metrics), reuses: 0, _permit: permit })
     }
@@ -264,7 +272,8 @@ impl Pool {
         if lease.reuses >= REUSES_MAX {
             return;
         }
-        let Lease { store, instance, alive, reuses, _permit } = lease;
+        let Lease { mut store, instance, alive, reuses, _permit } = lease;
+        store.data_mut().ticking = None;
         let kept = Kept { store, instance, reuses: reuses + 1, _alive: alive, _counted: counted };
         let mut idle = loaded.idle.lock();
         match idle.get_mut(function) {

@@ -2,7 +2,7 @@
 //! call is `invoke.rs`.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -11,14 +11,14 @@ use tokio::runtime::Handle;
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
 use crate::catalog::{
-    Catalog, Damage, FunctionRecord, Revision, RevisionRecord, Settings, StoreError, check_name, now_ms,
+    Catalog, Damage, FunctionRecord, Revision, RevisionRecord, Settings, SourceError, StoreError, check_name, now_ms,
 };
 use crate::compile::Compiler;
 use crate::config::Config;
 use crate::engine::Engines;
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
-use crate::jobs::{Jobs, Recovered};
+use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
 use crate::pool::{Loaded, Pool};
@@ -45,6 +45,8 @@ pub struct Runtime {
     engines: Arc<Engines>,
     compiler: Compiler,
     threads: Option<tokio::runtime::Runtime>,
+    /// Itself, for work that must outlive the call that wants it.
+    me: Weak<Runtime>,
 }
 
 /// Why a runtime does not open.
@@ -85,8 +87,9 @@ impl Runtime {
             .build()?;
         let background = threads.handle().clone();
         let (catalog, mut damages) = Catalog::open(data_dir)?;
-        let records = catalog.store.all(Table::Jobs)?;
-        let Recovered { jobs, changed, damaged } = Jobs::recover(records);
+        let mut recovery = Recovery::default();
+        catalog.store.each(Table::Jobs, |key, read| recovery.take(key, read))?;
+        let Recovered { jobs, changed, damaged } = recovery.finish(config.jobs.concurrency_max);
         let mut changes: Vec<Change> =
             changed.iter().map(|job| Change::put(Table::Jobs, format!("{}\0{}", job.tenant, job.id), job)).collect();
         for (key, bytes, why) in damaged {
@@ -108,7 +111,8 @@ impl Runtime {
             Some(exe) => Compiler::with_worker(exe, &config),
             None => Compiler::in_process(&config),
         };
-        let runtime = Arc::new(Runtime {
+        let runtime = Arc::new_cyclic(|me| Runtime {
+            me: me.clone(),
             catalog: Arc::new(catalog),
             admission: Admission::new(config.clone()),
             logs: Arc::default(),
@@ -125,6 +129,10 @@ impl Runtime {
         runtime.start_jobs();
         runtime.start_scrub();
         Ok((runtime, damages))
+    }
+
+    pub(crate) fn shared(&self) -> Result<Arc<Runtime>, Rejection> {
+        self.me.upgrade().ok_or(Rejection::ShuttingDown)
     }
 
     /// Where work goes that must not delay requests: deploys, long guests, jobs.
@@ -189,11 +197,15 @@ impl Runtime {
         let recompile = async || {
             let (catalog, source) = (self.catalog.clone(), id.clone());
             let checked = self.background.spawn_blocking(move || catalog.read_source(&source).map(drop));
-            if let Err(why) = checked.await.map_err(|e| Bug(e.to_string()))? {
-                self.metrics.quarantined.inc();
-                self.catalog.quarantine(id, &why).await;
-                let (name, revision) = ("its function".to_owned(), id.short().to_owned());
-                return Err(Rejection::Quarantined { name, revision, why }.into());
+            match checked.await.map_err(|e| Bug(e.to_string()))? {
+                Ok(()) => {}
+                Err(SourceError::Unreadable(why)) => return Err(Rejection::Storage { why }.into()),
+                Err(SourceError::Damaged(why)) => {
+                    self.metrics.quarantined.inc();
+                    self.catalog.quarantine(id, &why).await;
+                    let (name, revision) = ("its function".to_owned(), id.short().to_owned());
+                    return Err(Rejection::Quarantined { name, revision, why }.into());
+                }
             }
             self.compile(id, account).await.map(drop)
         };
@@ -202,7 +214,7 @@ impl Runtime {
 
     async fn compile(&self, revision: &Revision, account: &Account) -> Result<crate::compile::Compiled, Failure> {
         let compiled =
-            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, &account.limits).await;
+            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, account).await;
         match &compiled {
             Ok(_) => self.metrics.compiles.inc(),
             Err(_) => self.metrics.compile_failures.inc(),
@@ -229,7 +241,7 @@ impl Runtime {
                 }
                 let (catalog, id) = (self.catalog.clone(), revision.revision.clone());
                 let source = self.background.spawn_blocking(move || catalog.read_source(&id).map(drop)).await;
-                if let Ok(Err(why)) = source
+                if let Ok(Err(SourceError::Damaged(why))) = source
                     && self
                         .catalog
                         .resolve(&function.tenant, &function.name)
@@ -256,7 +268,7 @@ impl Runtime {
         self.jobs.stop();
         let until = Instant::now() + limit;
         loop {
-            let running = self.admission.depth().running;
+            let running = self.admission.depth().running.max(self.jobs.running());
             if running == 0 || Instant::now() >= until {
                 return running;
             }

@@ -15,7 +15,7 @@ use tensor_wasm_exec::catalog::{FunctionRecord, RevisionRecord, Settings};
 use utoipa::ToSchema;
 
 use crate::body;
-use crate::error::ApiError;
+use crate::error::{ApiError, internal};
 use crate::gateway::{Shared, audited, empty};
 
 /// Base64 and JSON around a module: its size on the wire is up to this many times its own, plus the rest of the object.
@@ -158,7 +158,11 @@ pub(crate) async fn deploy(
     let (parts, body) = request.into_parts();
     let tenant = match gateway.tokens.tenant(&parts.headers) {
         Ok(tenant) => tenant,
-        Err(error) => return error.into_response(),
+        Err(error) => {
+            // A client hears the answer only once it has sent its module.
+            body::discard(body, gateway.body_idle()).await;
+            return error.into_response();
+        }
     };
     let mut name = String::new();
     let result = deploy_for(&gateway, &tenant, query.map(|Query(q)| q), &parts.headers, body, &mut name).await;
@@ -176,7 +180,8 @@ async fn deploy_for(
     let module_bytes_max = gateway.runtime.config.limits_of(tenant).module_bytes_max;
     let is_wasm = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(b"application/wasm"));
     // The body counts as held until the deploy is over.
-    let (wasm, settings, _held) = if is_wasm {
+    let (wasm, settings, held) = if is_wasm {
+        let wasm = body::read(gateway, tenant, body, module_bytes_max).await.map_err(as_module)?;
         let query = query.map_err(|e| ApiError::bad_request("invalid_args", e.to_string()))?;
         *name = query
             .name
@@ -186,7 +191,6 @@ async fn deploy_for(
                 .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
             None => SettingsView::default(),
         };
-        let wasm = body::read(gateway, tenant, body, module_bytes_max).await.map_err(as_module)?;
         (wasm.bytes.clone(), settings, wasm)
     } else {
         let bytes_max = grown(module_bytes_max);
@@ -202,10 +206,13 @@ async fn deploy_for(
     let (runtime, tenant, deployed_name) = (gateway.runtime.clone(), tenant.to_owned(), name.clone());
     // Not on this thread: it compiles and syncs files. Not tied to this connection either: once the module is here, a
     // client that leaves does not undo the deploy.
-    let work = async move { runtime.deploy(&tenant, &deployed_name, wasm, settings.into()).await };
+    let work = async move {
+        let deployed = runtime.deploy(&tenant, &deployed_name, wasm, settings.into()).await;
+        drop(held);
+        deployed
+    };
     let deployed = gateway.runtime.background().spawn(work).await;
-    let deployed =
-        deployed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
+    let deployed = deployed.map_err(internal)??;
     let status = StatusCode::CREATED;
     Ok((status, Json(FunctionView::of(&deployed.function))).into_response())
 }
@@ -330,8 +337,7 @@ async fn change<R: serde::de::DeserializeOwned>(
         let (runtime, tenant, f) = (gateway.runtime.clone(), tenant.clone(), f.to_owned());
         let work = async move { runtime.catalog.set_traffic(&tenant, &f, &shares).await };
         let changed = gateway.runtime.background().spawn(work).await;
-        let changed =
-            changed.map_err(|e| ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string()))??;
+        let changed = changed.map_err(internal)??;
         Ok(Json(FunctionView::of(&changed)).into_response())
     };
     audited(event, &tenant, f, result.await)
@@ -349,7 +355,7 @@ pub(crate) async fn delete(State(gateway): State<Shared>, Path(f): Path<String>,
     let result = match gateway.runtime.background().spawn(work).await {
         Ok(Ok(())) => Ok(empty(StatusCode::NO_CONTENT)),
         Ok(Err(rejection)) => Err(rejection.into()),
-        Err(e) => Err(ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal", e.to_string())),
+        Err(e) => Err(internal(e)),
     };
     audited("function.delete", &tenant, &f, result)
 }

@@ -12,13 +12,13 @@ use utoipa::ToSchema;
 
 use super::invoke::parse_json;
 use crate::body;
-use crate::error::ApiError;
+use crate::error::{ApiError, internal};
 use crate::gateway::{Shared, audited};
 
 pub(crate) const IDEMPOTENCY_KEY: &str = "idempotency-key";
 
 const LISTED_DEFAULT: usize = 50;
-const LISTED_MAX: usize = 1_000;
+const LISTED_MAX: usize = 200;
 
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
@@ -115,7 +115,10 @@ pub(crate) async fn submit(
             attempts_max: attempts,
             idempotency_key,
         };
-        let job = gateway.runtime.submit(submission).await?;
+        // Not in this connection's own future: a client that leaves must neither lose the job nor leave it half-counted.
+        let runtime = gateway.runtime.clone();
+        let submitted = gateway.runtime.background().spawn(async move { runtime.submit(submission).await });
+        let job = submitted.await.map_err(internal)??;
         let accepted = JobAccepted { job_id: job.id, state: job.state.as_str() };
         Ok((StatusCode::ACCEPTED, Json(accepted)).into_response())
     };
@@ -127,7 +130,7 @@ pub(crate) struct ListQuery {
     limit: Option<usize>,
 }
 
-#[utoipa::path(get, path = "/jobs", params(("limit" = Option<usize>, Query, description = "50 by default, 1000 at most")),
+#[utoipa::path(get, path = "/jobs", params(("limit" = Option<usize>, Query, description = "50 by default, 200 at most")),
     responses((status = 200, body = JobsView)))]
 pub(crate) async fn list(
     State(gateway): State<Shared>,
@@ -135,7 +138,9 @@ pub(crate) async fn list(
     headers: HeaderMap,
 ) -> Result<Json<JobsView>, ApiError> {
     let tenant = gateway.tokens.tenant(&headers)?;
-    let jobs = gateway.runtime.jobs(&tenant, query.limit.unwrap_or(LISTED_DEFAULT).min(LISTED_MAX))?;
+    let (runtime, limit) = (gateway.runtime.clone(), query.limit.unwrap_or(LISTED_DEFAULT).min(LISTED_MAX));
+    let listed = gateway.runtime.background().spawn_blocking(move || runtime.jobs(&tenant, limit));
+    let jobs = listed.await.map_err(internal)??;
     Ok(Json(JobsView { jobs: jobs.into_iter().map(JobView::from).collect() }))
 }
 
@@ -158,7 +163,12 @@ pub(crate) async fn cancel(State(gateway): State<Shared>, Path(id): Path<String>
         Ok(tenant) => tenant,
         Err(error) => return error.into_response(),
     };
-    let cancelled = gateway.runtime.cancel(&tenant, &id).await;
-    let result = cancelled.map(|job| Json(JobView::from(job)).into_response()).map_err(ApiError::from);
+    let (runtime, owner, job) = (gateway.runtime.clone(), tenant.clone(), id.clone());
+    let cancelled = gateway.runtime.background().spawn(async move { runtime.cancel(&owner, &job).await });
+    let result = match cancelled.await.map_err(internal) {
+        Ok(Ok(job)) => Ok(Json(JobView::from(job)).into_response()),
+        Ok(Err(rejection)) => Err(rejection.into()),
+        Err(error) => Err(error),
+    };
     audited("job.cancel", &tenant, &id, result)
 }

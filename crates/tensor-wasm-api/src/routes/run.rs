@@ -58,7 +58,12 @@ fn tenant(gateway: &Gateway, name: &str, request: &Request) -> Result<String, Ap
         Err(error) => error,
     };
     let asked = request.headers().get(TENANT_HEADER).and_then(|v| v.to_str().ok()).unwrap_or(DEFAULT_TENANT);
-    let is_public = |f: &FunctionRecord| f.current().is_some_and(|r| r.settings.public);
+    // Each revision with traffic must be: any of them may serve the call.
+    let is_public = |f: &FunctionRecord| {
+        let revision =
+            |share: &tensor_wasm_exec::catalog::Share| f.revision(&share.revision).is_some_and(|r| r.settings.public);
+        !f.traffic.is_empty() && f.traffic.iter().all(revision)
+    };
     match gateway.runtime.catalog.resolve(asked, name) {
         Ok(function) if is_public(&function) => Ok(asked.to_owned()),
         _ => Err(refused),

@@ -35,8 +35,8 @@ pub(crate) async fn readyz(State(gateway): State<Shared>) -> Result<Json<Health>
 
 #[utoipa::path(get, path = "/metrics", responses((status = 200, description = "Prometheus text")))]
 pub(crate) async fn metrics(State(gateway): State<Shared>, headers: HeaderMap) -> Result<Response, ApiError> {
-    // Metrics name tenants, so they are for token holders only.
-    gateway.tokens.tenant(&headers)?;
+    // They name every tenant, so they are for those who may speak for every tenant.
+    gateway.tokens.operator(&headers)?;
     let page = gateway.metrics.page(&gateway.runtime);
     Ok(([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], page).into_response())
 }

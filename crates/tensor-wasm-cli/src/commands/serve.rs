@@ -44,6 +44,11 @@ impl Serve {
         if let Some(burst) = number(variable("TENSOR_WASM_API_RATE_LIMIT_BURST"), "TENSOR_WASM_API_RATE_LIMIT_BURST")? {
             config.limits.rate_burst = burst;
         }
+        config.check().map_err(Failed::Usage)?;
+        // Each connection is a file; the soft limit is for programs that use select(2).
+        let files = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let raised = rustix::process::Rlimit { current: files.maximum, maximum: files.maximum };
+        let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
         let exe = std::env::current_exe().map_err(|e| Failed::No(e.to_string()))?;
         let opened = Runtime::open(&self.data_dir, config, Some(exe));
         let (runtime, damages) = opened.map_err(|e| Failed::No(e.to_string()))?;

@@ -29,6 +29,9 @@ fn tokens_and_scopes() {
     assert_eq!(get(Some("admin-token"), Some("any.one")).ok()["tenant"], "any.one");
     get(Some("admin-token"), Some("a/b")).refused(400, "invalid_name");
     assert_eq!(server.get("/healthz").ok()["status"], "ok", "health needs no token");
+    let metrics = |token: &str| server.request("GET", "/metrics", &[("authorization", token)], b"");
+    metrics("Bearer team-token").refused(403, "permission_denied");
+    assert_eq!(metrics("Bearer admin-token").status, 200, "they name every tenant");
     for path in ["/functions", "/jobs", "/metrics", "/limits", "/functions/x/logs"] {
         server.get(path).refused(401, "unauthorized");
     }

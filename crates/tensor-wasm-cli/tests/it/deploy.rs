@@ -105,8 +105,9 @@ fn deleting_removes_the_function_and_its_files() {
     server.invoke("f", "{}").refused(404, "not_found");
     assert_eq!(server.invoke("g", "{}").result(), 1, "same bytes, other function");
     assert_eq!(server.request("DELETE", "/functions/g", &[], b"").status, 204);
-    let sources = walk(&server.data.path().join("sources"));
-    assert_eq!(sources, Vec::<String>::new());
+    for kept in ["sources", "artifacts", "manifests"] {
+        assert_eq!(walk(&server.data.path().join(kept)), Vec::<String>::new());
+    }
 }
 
 fn walk(dir: &std::path::Path) -> Vec<String> {
@@ -173,7 +174,9 @@ fn bad_uploads_are_refused_with_their_reason_and_leave_nothing() {
     assert!(message.contains("' '"), "{message}");
 
     assert_eq!(server.get("/functions").ok(), serde_json::json!([]));
-    assert_eq!(walk(&server.data.path().join("sources")), Vec::<String>::new());
+    for kept in ["sources", "artifacts", "manifests", "tmp"] {
+        assert_eq!(walk(&server.data.path().join(kept)), Vec::<String>::new());
+    }
 }
 
 #[test]

@@ -198,6 +198,9 @@ fn bodies_over_the_limit_are_refused() {
 #[test]
 fn slow_and_vanishing_clients_hold_nothing() {
     let server = hostile("[server]\nheader_read_ms_max = 300\nbody_idle_ms_max = 300\n");
+    // Nothing at all, or the beginning of HTTP/2.
+    let mut silent: Vec<_> = (0..50).map(|_| server.connect()).collect();
+    silent.iter_mut().step_by(2).for_each(|stream| send(stream, "PRI * HT"));
     // Half a head, then nothing.
     let mut loris: Vec<_> = (0..50).map(|_| server.connect()).collect();
     for stream in &mut loris {
@@ -205,7 +208,7 @@ fn slow_and_vanishing_clients_hold_nothing() {
     }
     others_are_fine(&server);
     let started = Instant::now();
-    for stream in &mut loris {
+    for stream in loris.iter_mut().chain(&mut silent) {
         let mut byte = [0; 512];
         while stream.read(&mut byte).is_ok_and(|n| n > 0) {}
     }

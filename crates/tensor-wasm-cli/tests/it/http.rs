@@ -108,6 +108,9 @@ fn a_client_that_reads_nothing_does_not_outlast_the_deadline() {
     send(&mut stream, "GET /run/lab/endless HTTP/1.1\r\nhost: x\r\n\r\n");
     server.wait_for_metric("tensor_wasm_active_instances", 1.0);
     server.wait_for_metric("tensor_wasm_active_instances", 0.0);
+    // And what it did send does not look like a whole response.
+    let sent = read_all(&mut stream);
+    assert!(!sent.ends_with(b"0\r\n\r\n"), "cut off at the deadline, {} bytes", sent.len());
 }
 
 #[test]

@@ -166,6 +166,21 @@ fn streams_arrive_while_the_guest_runs() {
 }
 
 #[test]
+fn reuse_mixes_up_neither_streams_nor_commands() {
+    let server = Server::start();
+    server.deploy_with("typed", &crate::support::guest_bytes("typed.wasm"), r#"{"reuse":true}"#).ok();
+    server.deploy_with("command", &crate::support::guest_bytes("command.wasm"), r#"{"reuse":true}"#).ok();
+    for n in 0..4 {
+        server.invoke("typed", r#"{"export":"counter"}"#).ok();
+        let body = format!(r#"{{"export":"shout","args":["call {n}"]}}"#);
+        let streamed = server.post("/functions/typed/invoke-stream", &body).text();
+        assert!(streamed.contains(&format!("{n}!")) && streamed.contains("event: done"), "{streamed}");
+        let stdout = server.invoke("command", &format!(r#"{{"args":["args","{n}"]}}"#)).result()["stdout"].clone();
+        assert_eq!(stdout, format!("{n}\n"));
+    }
+}
+
+#[test]
 fn leaving_a_stream_stops_the_guest() {
     let server = Server::start();
     server.deploy("command", "command.wasm");

@@ -72,6 +72,47 @@ fn jobs_can_be_cancelled_while_waiting_and_while_running() {
 }
 
 #[test]
+fn a_job_between_two_attempts_can_be_cancelled() {
+    let server = Server::start();
+    server.deploy("hostile", "hostile.wasm");
+    let id = submit(&server, "hostile", r#"{"export":"trap","attempts":10}"#);
+    wait_until("the fourth attempt to fail", || {
+        let job = job(&server, &id);
+        job["attempts"] == 4 && job["state"] == "queued"
+    });
+    assert_eq!(server.request("DELETE", &format!("/jobs/{id}"), &[], b"").ok()["state"], "cancelled");
+    std::thread::sleep(std::time::Duration::from_millis(2500));
+    let later = job(&server, &id);
+    assert_eq!((&later["state"], &later["attempts"]), (&"cancelled".into(), &4.into()));
+    let huge = format!(r#"{{"export":"trap","args":["{}"]}}"#, "x".repeat(300_000));
+    server.post("/functions/hostile/invoke-async", &huge).refused(413, "body_too_large");
+}
+
+#[test]
+fn a_client_that_leaves_while_submitting_loses_nothing() {
+    let server = Server::start();
+    server.deploy("math", "math.wasm");
+    let body = r#"{"export":"add","args":[1,2]}"#;
+    for n in 0..20 {
+        let mut stream = server.connect();
+        let head = "POST /functions/math/invoke-async HTTP/1.1\r\nhost: x\r\n";
+        crate::support::send(
+            &mut stream,
+            &format!("{head}idempotency-key: k{n}\r\ncontent-length: {}\r\n\r\n{body}", body.len()),
+        );
+        drop(stream);
+        let again = [("idempotency-key", format!("k{n}"))];
+        let again: Vec<(&str, &str)> = again.iter().map(|(k, v)| (*k, v.as_str())).collect();
+        let answer = server.request("POST", "/functions/math/invoke-async", &again, body.as_bytes()).ok();
+        assert_eq!(finished(&server, answer["job_id"].as_str().unwrap())["result"], 3);
+    }
+    wait_until("every job", || {
+        let jobs = server.get("/jobs?limit=200").ok();
+        jobs["jobs"].as_array().unwrap().iter().all(|job| job["state"] == "succeeded")
+    });
+}
+
+#[test]
 fn an_idempotency_key_makes_one_job() {
     let server = Server::start();
     server.deploy("math", "math.wasm");
@@ -105,14 +146,15 @@ fn unfinished_jobs_are_bounded() {
 
 #[test]
 fn jobs_survive_a_crash() {
-    let server = Server::with(Options::config("[jobs]\nconcurrency_max = 2\n"));
+    // Four workers, of which one tenant may hold three.
+    let server = Server::with(Options::config("[jobs]\nconcurrency_max = 4\n"));
     server.deploy("command", "command.wasm");
     server.deploy("math", "math.wasm");
     let done = submit(&server, "math", r#"{"export":"add","args":[1,2]}"#);
     finished(&server, &done);
-    let running: Vec<String> = (0..2).map(|_| submit(&server, "command", r#"{"args":["sleep","1500"]}"#)).collect();
+    let running: Vec<String> = (0..3).map(|_| submit(&server, "command", r#"{"args":["sleep","1500"]}"#)).collect();
     let waiting = submit(&server, "math", r#"{"export":"add","args":[3,4]}"#);
-    wait_until("two to run", || running.iter().all(|id| job(&server, id)["state"] == "running"));
+    wait_until("three to run", || running.iter().all(|id| job(&server, id)["state"] == "running"));
     let data = server.kill();
 
     let server = Server::with(Options::config("").data(&data));

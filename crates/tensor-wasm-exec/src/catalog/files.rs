@@ -49,6 +49,13 @@ impl Files {
         self.root.join("artifacts").join(engine).join(format!("{}.cwasm", revision.as_str()))
     }
 
+    /// Removes what was compiled from a source; returns the engines it was compiled for.
+    pub(crate) fn remove_artifacts(&self, revision: &Revision) -> Vec<String> {
+        let engines = fs::read_dir(self.root.join("artifacts")).into_iter().flatten().flatten();
+        let engines = engines.map(|engine| engine.file_name().to_string_lossy().into_owned());
+        engines.filter(|engine| fs::remove_file(self.artifact(revision, engine)).is_ok()).collect()
+    }
+
     pub(crate) fn manifest(&self, id: &str) -> PathBuf {
         self.root.join("manifests").join(format!("{id}.json"))
     }

@@ -35,6 +35,8 @@ pub struct Catalog {
     /// Who refers to a source; without anyone its file goes.
     references: Mutex<HashMap<Revision, Reference>>,
     locks: Vec<tokio::sync::Mutex<()>>,
+    /// Something was lost at start: sources without a function may belong to it and stay.
+    is_incomplete: bool,
 }
 
 #[derive(Default)]
@@ -63,6 +65,15 @@ pub struct Damage {
     pub why: String,
 }
 
+/// Why a source cannot be had.
+#[derive(Debug)]
+pub(crate) enum SourceError {
+    /// It is not what it was; nothing but deploying it again helps.
+    Damaged(String),
+    /// It could not be read just now, which says nothing about it.
+    Unreadable(String),
+}
+
 /// A source kept alive while something works on it, whether or not a function refers to it already.
 pub(crate) struct Pinned<'a> {
     catalog: &'a Catalog,
@@ -78,8 +89,8 @@ impl Catalog {
         let mut damages = Vec::new();
         let store = match Store::open(&files.store()).and_then(|store| {
             // Reading everything is the check: a structure that cannot be walked is as bad as one that cannot be opened.
-            store.all::<serde_json::Value>(Table::Functions)?;
-            store.all::<serde_json::Value>(Table::Jobs)?;
+            store.each::<serde::de::IgnoredAny>(Table::Functions, |_, _| {})?;
+            store.each::<serde::de::IgnoredAny>(Table::Jobs, |_, _| {})?;
             Ok(store)
         }) {
             Ok(store) => store,
@@ -100,8 +111,10 @@ impl Catalog {
             index: RwLock::default(),
             references: Mutex::default(),
             locks: (0..LOCKS).map(|_| tokio::sync::Mutex::default()).collect(),
+            is_incomplete: false,
         };
         catalog.load(&mut damages)?;
+        catalog.is_incomplete = !damages.is_empty();
         Ok((catalog, damages))
     }
 
@@ -225,7 +238,14 @@ impl Catalog {
 
     /// Marks a revision as unusable wherever it is used; it is still listed, with the reason.
     pub(crate) async fn quarantine(&self, revision: &Revision, why: &str) {
-        self.files.quarantine(&self.files.source(revision), why);
+        {
+            // A deploy of the same bytes may have written them anew since they were found damaged.
+            let _no_deploy = self.references.lock();
+            match self.read_source(revision) {
+                Err(SourceError::Damaged(_)) => self.files.quarantine(&self.files.source(revision), why),
+                _ => return,
+            }
+        }
         for function in self.everything() {
             if function.revision(revision).is_none_or(|r| r.quarantined.is_some()) {
                 continue;
@@ -253,20 +273,26 @@ impl Catalog {
     }
 
     /// The deployed bytes, checked against their hash.
-    pub(crate) fn read_source(&self, revision: &Revision) -> Result<Vec<u8>, String> {
+    pub(crate) fn read_source(&self, revision: &Revision) -> Result<Vec<u8>, SourceError> {
         let path = self.files.source(revision);
-        let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        match Revision::of(&bytes) == *revision {
-            true => Ok(bytes),
-            false => Err(format!("{}: the content does not match its hash", path.display())),
+        match std::fs::read(&path) {
+            Ok(bytes) if Revision::of(&bytes) == *revision => Ok(bytes),
+            Ok(_) => Err(SourceError::Damaged(format!("{}: the content does not match its hash", path.display()))),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                Err(SourceError::Damaged(format!("{}: missing", path.display())))
+            }
+            Err(e) => Err(SourceError::Unreadable(format!("{}: {e}", path.display()))),
         }
     }
 
     /// Writes a source (if it is not there, whole) and keeps it until the guard drops.
     pub(crate) fn pin_source(&self, revision: &Revision, wasm: &[u8]) -> Result<Pinned<'_>, Rejection> {
-        self.references.lock().entry(revision.clone()).or_default().count += 1;
+        let mut references = self.references.lock();
+        references.entry(revision.clone()).or_default().count += 1;
         let pinned = Pinned { catalog: self, revision: revision.clone() };
-        if self.read_source(revision).is_err() {
+        let there = self.read_source(revision).is_ok();
+        drop(references);
+        if !there {
             self.files
                 .write(&self.files.source(revision), wasm)
                 .map_err(|e| Rejection::Storage { why: e.to_string() })?;
@@ -298,6 +324,9 @@ impl Catalog {
 
     /// Removes sources that no function refers to: left by a crash between writing a file and committing its record.
     pub(crate) fn sweep_sources(&self) {
+        if self.is_incomplete {
+            return;
+        }
         let root = self.files.source(&Revision::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
         let Some(Ok(dirs)) = root.map(std::fs::read_dir) else { return };
         for file in dirs.flatten().filter_map(|dir| std::fs::read_dir(dir.path()).ok()).flatten().flatten() {
@@ -310,6 +339,7 @@ impl Catalog {
             if !references.contains_key(&revision) {
                 tracing::info!(file = %file.path().display(), "removing a source no function refers to");
                 let _ = std::fs::remove_file(file.path());
+                self.files.remove_artifacts(&revision);
             }
         }
     }
@@ -380,8 +410,11 @@ impl Catalog {
         reference.count -= 1;
         if reference.count == 0 {
             references.remove(revision);
-            // Under the lock, so that a deploy of the same bytes cannot find the file and then lose it.
+            // Under the lock, so that a deploy of the same bytes cannot find the files and then lose them.
             let _ = std::fs::remove_file(self.files.source(revision));
+            let engines = self.files.remove_artifacts(revision);
+            let digests = engines.iter().map(|engine| Change::Delete(Table::Artifacts, artifact_key(revision, engine)));
+            self.store.write_later(digests.collect());
         }
     }
 
@@ -398,32 +431,47 @@ impl Catalog {
     }
 
     fn load(&mut self, damages: &mut Vec<Damage>) -> Result<(), StoreError> {
+        let mut repaired = Vec::new();
         for (key, read) in self.store.all::<FunctionRecord>(Table::Functions)? {
-            match read {
-                Read::Good(mut function) => {
-                    for revision in &mut function.revisions {
-                        let path = self.files.source(&revision.revision);
-                        if revision.quarantined.is_none() && !path.is_file() {
-                            let why = format!("{}: missing", path.display());
-                            let what = format!("function {} revision {}", function.name, revision.revision.short());
-                            tracing::error!(what, why, "quarantined");
-                            damages.push(Damage { what, why: why.clone() });
-                            revision.quarantined = Some(why);
-                        }
-                    }
-                    let function = Arc::new(function);
-                    self.refer(None, Some(&function));
-                    self.show(None, Some(function));
-                }
+            let function = match read {
+                Read::Good(function) => function,
                 Read::Damaged(bytes, why) => {
                     let what = format!("record of function {}", key.replace('\0', "/"));
-                    tracing::error!(what, why, "quarantined");
                     self.files.quarantine_bytes(&format!("function-{}", key.replace(['\0', '/'], "-")), &bytes, &why);
-                    damages.push(Damage { what, why });
+                    let kept = manifests(&self.files, &mut Vec::new())?.into_iter().find(|f| f.key() == key);
+                    let outcome = if kept.is_some() { "restored from its manifest" } else { "lost" };
+                    tracing::error!(what, why, outcome, "quarantined");
+                    damages.push(Damage { what, why: format!("{why}; {outcome}") });
+                    let Some(kept) = kept else {
+                        repaired.push(Change::Delete(Table::Functions, key));
+                        continue;
+                    };
+                    repaired.push(Change::put(Table::Functions, key, &kept));
+                    kept
                 }
-            }
+            };
+            self.take_in(function, damages);
+        }
+        if !repaired.is_empty() {
+            self.store.write_blocking(repaired)?;
         }
         Ok(())
+    }
+
+    fn take_in(&self, mut function: FunctionRecord, damages: &mut Vec<Damage>) {
+        for revision in &mut function.revisions {
+            let path = self.files.source(&revision.revision);
+            if revision.quarantined.is_none() && !path.is_file() {
+                let why = format!("{}: missing", path.display());
+                let what = format!("function {} revision {}", function.name, revision.revision.short());
+                tracing::error!(what, why, "quarantined");
+                damages.push(Damage { what, why: why.clone() });
+                revision.quarantined = Some(why);
+            }
+        }
+        let function = Arc::new(function);
+        self.refer(None, Some(&function));
+        self.show(None, Some(function));
     }
 }
 
@@ -468,22 +516,29 @@ impl Drop for Pinned<'_> {
 /// Makes a new store from the manifests, after the old one was set aside.
 fn rebuild(files: &Files, damages: &mut Vec<Damage>) -> Result<Store, StoreError> {
     let store = Store::open(&files.store())?;
+    let functions = manifests(files, damages)?;
+    let changes: Vec<Change> = functions.iter().map(|f| Change::put(Table::Functions, f.key(), f)).collect();
+    tracing::warn!(functions = changes.len(), "rebuilt the catalog from the manifests");
+    store.write_blocking(changes)?;
+    Ok(store)
+}
+
+/// Every function's record as its manifest has it; unreadable ones are set aside.
+fn manifests(files: &Files, damages: &mut Vec<Damage>) -> Result<Vec<FunctionRecord>, StoreError> {
     let io = |path: PathBuf, e: std::io::Error| StoreError::Io { path, why: e.to_string() };
-    let manifests = std::fs::read_dir(files.manifests()).map_err(|e| io(files.manifests(), e))?;
-    let mut changes = Vec::new();
-    for path in manifests.flatten().map(|entry| entry.path()) {
+    let entries = std::fs::read_dir(files.manifests()).map_err(|e| io(files.manifests(), e))?;
+    let mut functions = Vec::new();
+    for path in entries.flatten().map(|entry| entry.path()) {
         let bytes = std::fs::read(&path).map_err(|e| io(path.clone(), e))?;
         match store::decode::<FunctionRecord>(&bytes) {
-            Read::Good(function) => changes.push(Change::put(Table::Functions, function.key(), &function)),
+            Read::Good(function) => functions.push(function),
             Read::Damaged(_, why) => {
                 damages.push(Damage { what: path.display().to_string(), why: why.clone() });
                 files.quarantine(&path, &why);
             }
         }
     }
-    tracing::warn!(functions = changes.len(), "rebuilt the catalog from the manifests");
-    store.write_blocking(changes)?;
-    Ok(store)
+    Ok(functions)
 }
 
 fn not_found(tenant: &str, name: &str) -> Rejection {

@@ -137,6 +137,14 @@ impl Store {
         answer.blocking_recv().unwrap_or_else(|_| Err(self.gone()))
     }
 
+    /// Asks for changes whose fate nobody waits for: clean-up that a later start would repeat.
+    pub(crate) fn write_later(&self, changes: Vec<Change>) {
+        if !changes.is_empty() {
+            let (done, _) = oneshot::channel();
+            let _ = self.requests.try_send(Request { changes, done });
+        }
+    }
+
     pub(crate) fn get<T: DeserializeOwned>(&self, table: Table, key: &str) -> Result<Option<Read<T>>, StoreError> {
         self.file.with(|database| {
             let transaction = database.begin_read()?;
@@ -147,15 +155,25 @@ impl Store {
 
     /// Every record of a table in key order.
     pub(crate) fn all<T: DeserializeOwned>(&self, table: Table) -> Result<Vec<(String, Read<T>)>, StoreError> {
+        let mut records = Vec::new();
+        self.each(table, |key, read| records.push((key, read)))?;
+        Ok(records)
+    }
+
+    /// The same, one at a time: for tables that need not fit into memory.
+    pub(crate) fn each<T: DeserializeOwned>(
+        &self,
+        table: Table,
+        mut visit: impl FnMut(String, Read<T>),
+    ) -> Result<(), StoreError> {
         self.file.with(|database| {
             let transaction = database.begin_read()?;
             let table = transaction.open_table(table.definition())?;
-            let mut records = Vec::new();
             for entry in table.iter()? {
                 let (key, value) = entry?;
-                records.push((key.value().to_owned(), decode(value.value())));
+                visit(key.value().to_owned(), decode(value.value()));
             }
-            Ok(records)
+            Ok(())
         })
     }
 
@@ -229,7 +247,13 @@ impl File {
     }
 
     fn with<T>(&self, work: impl FnOnce(&Database) -> Result<T, redb::Error>) -> Result<T, StoreError> {
-        let guard = self.database.read();
+        let mut guard = self.database.read();
+        if guard.is_none() {
+            // Opening it again failed when it was tried; the disk may have recovered since.
+            drop(guard);
+            self.reopen()?;
+            guard = self.database.read();
+        }
         let database = guard.as_ref().ok_or_else(|| self.error(&"not open"))?;
         // redb asserts its own invariants; on a damaged file an assertion is one more way of saying so.
         match std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(database))) {
@@ -261,6 +285,8 @@ impl File {
             Ok(Err(DatabaseError::Storage(StorageError::Io(e)))) if e.kind() != std::io::ErrorKind::InvalidData => {
                 return Err(self.error(&e));
             }
+            // Of another version of redb: the operator's business, and no reason to set it aside.
+            Ok(Err(error @ DatabaseError::UpgradeRequired(_))) => return Err(self.error(&error)),
             Ok(Err(error)) => {
                 return Err(StoreError::Damaged { path: self.path.clone(), why: error.to_string() });
             }

@@ -8,11 +8,7 @@ use wasmtime::ResourceLimiter;
 
 use super::stdio::Captured;
 use crate::admission::Account;
-
-/// Instances, memories and tables one call may create; a component counts its inner modules.
-const INSTANCES_MAX: usize = 64;
-const MEMORIES_MAX: usize = 16;
-const TABLES_MAX: usize = 32;
+use crate::engine;
 
 /// What one call used and wrote, readable while it runs and after its store is gone.
 #[derive(Debug, Default)]
@@ -93,15 +89,15 @@ impl ResourceLimiter for Budget {
     }
 
     fn instances(&self) -> usize {
-        INSTANCES_MAX
+        engine::CORE_INSTANCES_PER_CALL as usize
     }
 
     fn memories(&self) -> usize {
-        MEMORIES_MAX
+        engine::MEMORIES_PER_CALL as usize
     }
 
     fn tables(&self) -> usize {
-        TABLES_MAX
+        engine::TABLES_PER_CALL as usize
     }
 }
 

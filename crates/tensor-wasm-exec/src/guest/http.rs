@@ -63,12 +63,25 @@ pub(crate) struct Exchange {
     pub failed: Arc<AtomicBool>,
 }
 
+/// Says that the guest failed unless told otherwise, whichever way its call ends: also by being dropped at its deadline.
+struct FailedUnlessDone {
+    failed: Arc<AtomicBool>,
+    is_done: bool,
+}
+
+impl Drop for FailedUnlessDone {
+    fn drop(&mut self) {
+        self.failed.store(!self.is_done, Ordering::Release);
+    }
+}
+
 pub(crate) async fn p2(
     store: &mut Store<State>,
     proxy: &wasmtime_wasi_http::p2::bindings::Proxy,
     exchange: Exchange,
 ) -> Result<(), GuestError> {
     let Exchange { request, head, failed } = exchange;
+    let mut outcome = FailedUnlessDone { failed, is_done: false };
     let head = Arc::new(parking_lot::Mutex::new(Some(head)));
     let mut view = store.data_mut().http();
     let request = request.map(|body| body.map_err(body_error));
@@ -83,7 +96,7 @@ pub(crate) async fn p2(
         })
         .map_err(|e| fault(&e))?;
     let handled = proxy.wasi_http_incoming_handler().call_handle(&mut *store, request, outparam).await;
-    failed.store(handled.is_err(), Ordering::Release);
+    outcome.is_done = handled.is_ok();
     let result = handled.map_err(|e| GuestError::from(fault(&e)));
     if let Some(head) = head.lock().take() {
         let why = "it returned without setting a response".to_owned();
@@ -102,6 +115,7 @@ pub(crate) async fn p3(
     exchange: Exchange,
 ) -> Result<(), GuestError> {
     let Exchange { request, head, failed } = exchange;
+    let mut outcome = FailedUnlessDone { failed, is_done: false };
     let request = request.map(|body| body.map_err(body_error).boxed_unsync());
     let (sender, mut response) = futures_channel::oneshot::channel();
     let Some(service) = slot.take() else { return Err(Fault::Start { why: "it was used up".to_owned() }.into()) };
@@ -125,7 +139,7 @@ pub(crate) async fn p3(
         })
         .await
         .flatten();
-    failed.store(run.is_err(), Ordering::Release);
+    outcome.is_done = run.is_ok();
     if let handler::Proxy::P3(used) = proxy {
         *slot = Some(used);
     }

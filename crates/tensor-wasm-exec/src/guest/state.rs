@@ -31,6 +31,7 @@ const HANDLES_MAX: usize = 10_000;
 const HEADER_BYTES_MAX: usize = 64 << 10;
 
 /// What a call gives its guest.
+#[derive(Clone)]
 pub(crate) struct Environment {
     pub account: Arc<Account>,
     pub memory_bytes_max: u64,
@@ -43,6 +44,8 @@ pub(crate) struct Environment {
     pub stderr: Sink,
     pub meter: Arc<Meter>,
     pub outbound: Arc<Outbound>,
+    /// Whether an instance of an earlier call will do, and this one for a later call.
+    pub may_reuse: bool,
 }
 
 /// The data of every store, whatever the guest.
@@ -63,7 +66,8 @@ pub(crate) struct State {
     table: ResourceTable,
     http: WasiHttpCtx,
     hooks: Hooks,
-    _ticking: Ticking,
+    /// Held while a call runs; a kept instance lets the clock rest.
+    pub ticking: Option<Ticking>,
 }
 
 /// Decides which outgoing requests a guest may make.
@@ -92,7 +96,7 @@ pub(crate) fn store(engine: &wasmtime::Engine, environment: Environment, ticking
             table,
             http,
             hooks: Hooks(environment.outbound),
-            _ticking: ticking,
+            ticking: Some(ticking),
         },
     );
     store.limiter(|state| &mut state.budget);
