@@ -53,11 +53,16 @@ pub(crate) fn workerd() -> anyhow::Result<PathBuf> {
     Ok(exe)
 }
 
+/// Our binary, built on first use.
 pub(crate) fn ours() -> anyhow::Result<PathBuf> {
+    static BUILT: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
+    if let Some(exe) = BUILT.get() {
+        return Ok(exe.clone());
+    }
     let status =
         Command::new("cargo").args(["build", "--release", "-p", "tensor-wasm-cli"]).current_dir(root()).status()?;
     ensure!(status.success(), "building tensor-wasm failed");
-    Ok(root().join("target/release/tensor-wasm"))
+    Ok(BUILT.get_or_init(|| root().join("target/release/tensor-wasm")).clone())
 }
 
 pub(crate) fn guest(name: &str) -> anyhow::Result<PathBuf> {
