@@ -20,6 +20,7 @@ pub(crate) fn compare() -> anyhow::Result<()> {
 
     let data = tempfile::tempdir()?;
     fill(data.path(), 1_000, &hello)?;
+    peers::settled(data.path())?;
     let (mut start_ms, mut first_ms) = (Vec::new(), Vec::new());
     for round in 0..STARTS {
         let started = Instant::now();
@@ -41,22 +42,22 @@ pub(crate) fn compare() -> anyhow::Result<()> {
     let what = "process start to the first answer, 1,000 functions deployed, files in the page cache";
     report.bound("cold/start_1000_functions", what, median(start_ms), "ms", Goal::AtMost(300.0));
     let slowest = first_ms.iter().copied().fold(0.0, f64::max);
-    report.bound(
-        "cold/first_call",
-        "first call of a function after a start, slowest of 22",
-        slowest,
-        "ms",
-        Goal::AtMost(5.0),
-    );
+    let what = "first call of a function after a start, median of 22";
+    report.bound("cold/first_call", what, median(first_ms), "ms", Goal::AtMost(5.0));
+    let what = "the slowest of the same 22";
+    report.bound("cold/first_call_slowest", what, slowest, "ms", Goal::AtMost(5.0));
 
     let few = tempfile::tempdir()?;
     fill(few.path(), 100, &hello)?;
     let many = tempfile::tempdir()?;
     fill(many.path(), 10_000, &hello)?;
+    peers::settled(few.path())?;
+    peers::settled(many.path())?;
     let (few_ns, many_ns) = lookups(few.path(), many.path())?;
     let what = "resolving a function by name, 10,000 deployed, against 100 deployed";
     report.ratio("cold/lookup_10000", what, many_ns, (few_ns, "100 functions"), "ns", Goal::AtMost(1.5));
 
+    peers::settled(many.path())?;
     let empty = tempfile::tempdir()?;
     let base = resident_kib(&peers::serve_ours(empty.path())?)?;
     let server = peers::serve_ours(many.path())?;
@@ -120,6 +121,9 @@ fn lookups(few: &Path, many: &Path) -> anyhow::Result<(f64, f64)> {
     let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let outcome = threads.block_on(many.invoke(check)).map_err(|failure| anyhow::anyhow!("{failure}"))?;
     ensure!(matches!(outcome.output, tensor_wasm_exec::Output::Value(ref v) if *v == 999), "the last function answers");
+    // Draining is what ends a runtime: its workers hold it until then.
+    threads
+        .block_on(async { (few.drain(std::time::Duration::ZERO).await, many.drain(std::time::Duration::ZERO).await) });
     Ok((median(a), median(b)))
 }
 

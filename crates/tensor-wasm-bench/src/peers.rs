@@ -53,16 +53,11 @@ pub(crate) fn workerd() -> anyhow::Result<PathBuf> {
     Ok(exe)
 }
 
-/// Our binary, built on first use.
+/// Our binary, as `make build` leaves it.
 pub(crate) fn ours() -> anyhow::Result<PathBuf> {
-    static BUILT: std::sync::OnceLock<PathBuf> = std::sync::OnceLock::new();
-    if let Some(exe) = BUILT.get() {
-        return Ok(exe.clone());
-    }
-    let status =
-        Command::new("cargo").args(["build", "--release", "-p", "tensor-wasm-cli"]).current_dir(root()).status()?;
-    ensure!(status.success(), "building tensor-wasm failed");
-    Ok(BUILT.get_or_init(|| root().join("target/release/tensor-wasm")).clone())
+    let exe = root().join("target/release/tensor-wasm");
+    ensure!(exe.is_file(), "{} is missing; `make build` builds it", exe.display());
+    Ok(exe)
 }
 
 pub(crate) fn guest(name: &str) -> anyhow::Result<PathBuf> {
@@ -72,6 +67,15 @@ pub(crate) fn guest(name: &str) -> anyhow::Result<PathBuf> {
         ensure!(status.success(), "building guests failed");
     }
     Ok(path)
+}
+
+/// Waits until nothing holds a data directory any more: a runtime's tasks end in their own time.
+pub(crate) fn settled(data: &std::path::Path) -> anyhow::Result<()> {
+    let until = Instant::now() + Duration::from_secs(20);
+    while serve_ours(data).is_err() {
+        ensure!(Instant::now() < until, "{} is still in use", data.display());
+    }
+    Ok(())
 }
 
 /// Starts our server on defaults: metrics, tracing, admission and the audit log (to /dev/null) are on.

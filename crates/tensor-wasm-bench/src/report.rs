@@ -96,8 +96,9 @@ impl Report {
 
     pub(crate) fn save(self) -> anyhow::Result<()> {
         let args: Vec<String> = std::env::args().skip(1).collect();
+        let profile = if cfg!(debug_assertions) { "" } else { "--release " };
         let file = json!({
-            "command": format!("cargo run --release -p tensor-wasm-bench -- {}", args.join(" ")),
+            "command": format!("cargo run {profile}-p tensor-wasm-bench -- {}", args.join(" ")),
             "date": output("date", &["-u", "+%Y-%m-%dT%H:%M:%SZ"]),
             "machine": machine(),
             "rows": self.rows,
