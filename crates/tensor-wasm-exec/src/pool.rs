@@ -1,4 +1,4 @@
-//! From a revision to a running instance: the step from [`Permit`] to [`Lease`].
+//! From a revision to a running instance: the step from `Permit` to `Lease`.
 //!
 //! A revision is loaded once (its artifact mapped, its imports resolved, its exports listed) and stays loaded while it is
 //! among the most recently used. A lease is an instance of it, fresh from Wasmtime's pool of memories, or, where the
