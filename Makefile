@@ -17,7 +17,7 @@ test: guests
 
 # The long version of the durability test: 200 kills.
 test-kills: guests
-	TENSOR_WASM_TEST_KILLS=200 cargo test --package tensor-wasm-cli --test it -- --nocapture kill_9
+	TENSOR_WASM_TEST_KILLS=200 cargo test --workspace --test it -- --nocapture kill_9
 
 bench:
 	cargo bench -p tensor-wasm-bench

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::support::{Options, Server, guest_bytes};
+use crate::support::{Options, Server, guest_bytes, wait_until};
 
 const ONE: &str = r#"(module (func (export "which") (result i32) i32.const 1))"#;
 const TWO: &str = r#"(module (func (export "which") (result i32) i32.const 2))"#;
@@ -125,8 +125,12 @@ fn settings_take_effect() {
     assert_eq!(server.get("/run/lab/env").text(), "GREETING=hi there");
     server.get("/run/lab/loop").refused(504, "invoke_timeout");
     // A fresh instance per call, unless its author allows reuse.
-    let calls =
-        |name: &str| (0..5).map(|_| server.get(&format!("/run/{name}/calls")).text()).collect::<Vec<_>>().join(",");
+    let call = |name: &str| {
+        // An instance is back only after its response has left; the next call could be quicker.
+        wait_until("the call before to be over", || server.get("/limits").ok()["running"] == 0);
+        server.get(&format!("/run/{name}/calls")).text()
+    };
+    let calls = |name: &str| (0..5).map(|_| call(name)).collect::<Vec<_>>().join(",");
     assert_eq!(calls("lab"), "1,1,1,1,1");
     server.deploy_with("kept", &lab, r#"{"reuse":true}"#).ok();
     assert_eq!(calls("kept"), "1,2,3,4,5");

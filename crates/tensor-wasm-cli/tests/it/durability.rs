@@ -281,7 +281,8 @@ fn kill_9_at_any_moment_loses_nothing_acknowledged() {
             let (server, stop, serial, acknowledged) = (&server, &stop, &serial, &acknowledged);
             let loads: Vec<_> = seeds
                 .into_iter()
-                .map(|seed| scope.spawn(move || load(server, seed, stop, serial, acknowledged)))
+                .enumerate()
+                .map(|(thread, seed)| scope.spawn(move || load(server, thread, seed, stop, serial, acknowledged)))
                 .collect();
             std::thread::sleep(after);
             let pid = rustix::process::Pid::from_raw(server.child.id() as i32).unwrap();
@@ -299,12 +300,19 @@ fn kill_9_at_any_moment_loses_nothing_acknowledged() {
 }
 
 /// Deploys, redeploys, deletes and submits jobs until the server is gone; notes what was acknowledged.
-fn load(server: &Server, seed: u64, stop: &AtomicBool, serial: &AtomicU64, acknowledged: &Mutex<Acknowledged>) -> u64 {
+fn load(
+    server: &Server,
+    thread: usize,
+    seed: u64,
+    stop: &AtomicBool,
+    serial: &AtomicU64,
+    acknowledged: &Mutex<Acknowledged>,
+) -> u64 {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut done = 0;
     while !stop.load(Ordering::Acquire) {
         // Each thread has names of its own, so that what a name should be is certain.
-        let name = format!("f{}-{}", seed % 1_000_000, rng.random_range(0..4));
+        let name = format!("f{thread}-{}", rng.random_range(0..8));
         let before = acknowledged.lock().unwrap().functions.get(&name).copied().flatten();
         let n = serial.fetch_add(1, Ordering::Relaxed);
         match rng.random_range(0..10) {
