@@ -100,7 +100,14 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
     let mut first = None;
     let mut rest = BytesMut::new();
     let mut total = 0;
-    while let Some(frame) = body.frame().await {
+    // A byte now and then is never a long pause; the body as a whole has a limit too.
+    let limit = Duration::from_millis(gateway.runtime.config.server.body_ms_max);
+    let until = tokio::time::Instant::now() + limit;
+    let too_slow = |_| {
+        let message = format!("the request body was not there within {} ms ([server] body_ms_max)", limit.as_millis());
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
+    };
+    while let Some(frame) = tokio::time::timeout_at(until, body.frame()).await.map_err(too_slow)? {
         let frame =
             frame.map_err(|e| ApiError::bad_request("invalid_body", format!("the request body broke off: {e}")))?;
         let Ok(data) = frame.into_data() else { continue };

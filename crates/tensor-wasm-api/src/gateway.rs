@@ -1,6 +1,7 @@
 //! What every request has in common, around its route: a trace, a span, metrics and an audit line.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
@@ -15,6 +16,7 @@ use crate::audit::{Audit, Line};
 use crate::auth::Tokens;
 use crate::body::Held;
 use crate::error::{ApiError, ErrorKind};
+use crate::linger;
 use crate::metrics::HttpMetrics;
 use crate::trace::{TRACE_ID, TRACEPARENT, Trace};
 
@@ -25,6 +27,9 @@ pub(crate) struct Gateway {
     pub metrics: HttpMetrics,
     pub audit: Audit,
     pub bodies: Arc<Held>,
+    /// Connections open now.
+    pub open: AtomicUsize,
+    pub cores: usize,
     pub exporting: bool,
 }
 
@@ -47,6 +52,7 @@ pub(crate) struct Audited {
 /// Runs a route with everything around it.
 pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, next: Next) -> Response {
     let started = Instant::now();
+    linger::request();
     let mut trace = Trace::from_headers(request.headers());
     let method = request.method().clone();
     let matched = request.extensions().get::<MatchedPath>().cloned();
@@ -77,6 +83,10 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
         let duration_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         let status = status.as_u16();
         gateway.audit.line(&Line { event, tenant, subject, trace_id: &trace_id, status, error, duration_us });
+    }
+    // With more connections the other cores are in use, or about to be.
+    if gateway.open.load(Ordering::Relaxed) <= gateway.cores / 2 {
+        linger::answer();
     }
     response
 }

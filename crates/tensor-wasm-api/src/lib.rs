@@ -13,6 +13,7 @@ mod auth;
 mod body;
 mod error;
 mod gateway;
+mod linger;
 mod metrics;
 mod openapi;
 mod routes;

@@ -22,6 +22,7 @@ use tokio_util::task::TaskTracker;
 use crate::audit::{Audit, Target};
 use crate::auth::Tokens;
 use crate::gateway::Gateway;
+use crate::linger;
 use crate::metrics::HttpMetrics;
 use crate::routes;
 
@@ -94,7 +95,16 @@ impl Server {
         let (audit, audit_thread) = Audit::open(&options.audit).map_err(ServeError::Audit)?;
         let metrics = HttpMetrics::new(&runtime);
         let (tokens, exporting) = (options.tokens, options.exporting);
-        let gateway = Gateway { runtime, tokens, metrics, audit, bodies: Default::default(), exporting };
+        let gateway = Gateway {
+            runtime,
+            tokens,
+            metrics,
+            audit,
+            bodies: Default::default(),
+            open: AtomicUsize::new(0),
+            cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
+            exporting,
+        };
         Ok(Server { listener, gateway: Arc::new(gateway), audit_thread })
     }
 
@@ -107,8 +117,7 @@ impl Server {
     pub async fn run(self, stop: impl Future<Output = ()>) -> Result<usize, ServeError> {
         let limits = &self.gateway.runtime.config.server;
         let (closing, watch_closing) = watch::channel(false);
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let workers: Vec<Worker> = (0..cores)
+        let workers: Vec<Worker> = (0..self.gateway.cores)
             .map(|n| Worker::start(n, self.gateway.clone(), watch_closing.clone()))
             .collect::<Result<_, _>>()
             .map_err(ServeError::Threads)?;
@@ -190,10 +199,11 @@ async fn serve(
     closing: watch::Receiver<bool>,
 ) {
     let header_read = Duration::from_millis(gateway.runtime.config.server.header_read_ms_max);
-    let router = routes::router(gateway);
+    let router = routes::router(gateway.clone());
     let tracker = TaskTracker::new();
+    tokio::spawn(linger::watch());
     while let Some(stream) = incoming.recv().await {
-        let guard = Open(open.clone());
+        let guard = Open::new(open.clone(), gateway.clone());
         let Ok(stream) = tokio::net::TcpStream::from_std(stream) else { continue };
         tracker.spawn(connection(stream, router.clone(), header_read, closing.clone(), guard));
     }
@@ -251,11 +261,23 @@ async fn speaks_http2(stream: &tokio::net::TcpStream) -> std::io::Result<bool> {
     }
 }
 
-/// Counts a connection while it is open.
-struct Open(Arc<AtomicUsize>);
+/// Counts a connection while it is open, among its thread's and among all.
+struct Open {
+    own: Arc<AtomicUsize>,
+    gateway: Arc<Gateway>,
+}
+
+impl Open {
+    /// The thread's own count was raised when it was given the connection.
+    fn new(own: Arc<AtomicUsize>, gateway: Arc<Gateway>) -> Open {
+        gateway.open.fetch_add(1, Ordering::Relaxed);
+        Open { own, gateway }
+    }
+}
 
 impl Drop for Open {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.own.fetch_sub(1, Ordering::Relaxed);
+        self.gateway.open.fetch_sub(1, Ordering::Relaxed);
     }
 }

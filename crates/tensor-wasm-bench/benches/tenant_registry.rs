@@ -25,7 +25,8 @@ fn tenant_registry(c: &mut Criterion) {
     let threads = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let deadline = Instant::now() + Duration::from_secs(3600);
     c.bench_function("tenant_registry/admit_release", |b| {
-        b.to_async(&threads).iter(async || drop(admission.admit("default", deadline).await.ok().unwrap()));
+        b.to_async(&threads)
+            .iter(async || drop(admission.admit("default", Instant::now(), deadline).await.ok().unwrap()));
     });
 }
 

@@ -38,6 +38,8 @@ pub struct Server {
     pub header_read_ms_max: u64,
     /// A request body may pause no longer than this between two pieces.
     pub body_idle_ms_max: u64,
+    /// A request body that is collected before the call must be there within this.
+    pub body_ms_max: u64,
     /// Request bodies other than a deploy's.
     pub body_bytes_max: usize,
     /// How long a shutdown waits for running calls.
@@ -166,6 +168,7 @@ impl Default for Server {
             connections_max: 10_000,
             header_read_ms_max: 10_000,
             body_idle_ms_max: 30_000,
+            body_ms_max: 300_000,
             body_bytes_max: 16 * MIB,
             drain_ms_max: 30_000,
             outbound_http: Vec::new(),

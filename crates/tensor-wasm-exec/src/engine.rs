@@ -71,7 +71,7 @@ impl Engines {
         }
     }
 
-    pub(crate) fn clock(&self) -> &Arc<Clock> {
+    pub(crate) fn clock(&self) -> &Clock {
         &self.clock
     }
 }
@@ -151,7 +151,7 @@ pub(crate) struct Clock {
 }
 
 /// Keeps the clock ticking while it lives.
-pub(crate) struct Ticking(Arc<Clock>);
+pub(crate) struct Ticking<'a>(&'a Clock);
 
 impl Clock {
     fn start(engines: Vec<wasmtime::Engine>) -> wasmtime::Result<Arc<Clock>> {
@@ -203,18 +203,18 @@ impl Clock {
         }
     }
 
-    pub(crate) fn ticking(self: &Arc<Self>) -> Ticking {
+    pub(crate) fn ticking(&self) -> Ticking<'_> {
         self.running.fetch_add(1, Ordering::SeqCst);
         if self.resting.load(Ordering::SeqCst)
             && let Some(thread) = self.thread.get()
         {
             thread.unpark();
         }
-        Ticking(self.clone())
+        Ticking(self)
     }
 }
 
-impl Drop for Ticking {
+impl Drop for Ticking<'_> {
     fn drop(&mut self) {
         self.0.running.fetch_sub(1, Ordering::SeqCst);
     }

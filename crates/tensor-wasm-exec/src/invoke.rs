@@ -15,17 +15,17 @@ use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::admission::Permit;
+use crate::admission::{Account, Admitted, Permit};
 use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
+use crate::config::Limits;
 use crate::failure::{Bug, Failure, Fault, Rejection};
-use crate::guest::budget::Meter;
 use crate::guest::component::Args;
 use crate::guest::http::{self, Exchange};
-use crate::guest::state::Environment;
+use crate::guest::running::{Given, RunningCall, Used};
 use crate::guest::stdio::Sink;
 use crate::guest::supervise::{Stopped, Supervised};
 use crate::guest::{GuestError, command, component, core};
-use crate::pool::{Entry, Instance, Lease, Loaded, Pool};
+use crate::pool::{Entry, Instance, Lease, Loaded};
 use crate::runtime::Runtime;
 
 /// No call waits in line longer than this, whatever its own deadline.
@@ -55,7 +55,7 @@ pub enum Call {
 }
 
 pub struct Outcome {
-    serving: Serving,
+    call: Arc<RunningCall>,
     pub output: Output,
     pub usage: Usage,
 }
@@ -63,7 +63,7 @@ pub struct Outcome {
 pub enum Output {
     Value(Value),
     Bytes(Bytes),
-    Response(http::Response),
+    Response(Box<http::Response>),
 }
 
 /// What a call cost.
@@ -81,11 +81,11 @@ pub struct Usage {
 
 impl Outcome {
     pub fn function_id(&self) -> &str {
-        &self.serving.function.id
+        &self.call.serving.function.id
     }
 
     pub fn revision(&self) -> &Revision {
-        &self.serving.revision().revision
+        &self.call.serving.revision().revision
     }
 }
 
@@ -94,41 +94,54 @@ impl Runtime {
     pub async fn invoke(&self, invocation: Invocation) -> Result<Outcome, Failure> {
         let arrived = Instant::now();
         let function = self.catalog.resolve(&invocation.tenant, &invocation.function)?;
-        let serving = serving(&function)?;
+        let serving = serving(function)?;
         let revision = serving.revision();
 
         let patience = invocation.deadline.unwrap_or(DEADLINE_MAX).min(DEADLINE_MAX);
-        let permit = self.admission.admit(&invocation.tenant, arrived + patience).await?;
+        let admitted = self.admission.admit(&invocation.tenant, arrived, arrived + patience).await?;
+        let Admitted { permit, account, waited } = admitted;
 
+        let mut begun = waited.is_zero().then_some(arrived);
         let loaded = match self.pool.loaded(&revision.revision) {
             Some(loaded) => loaded,
-            None => self.load_within(&serving, &permit, arrived + patience).await?,
+            None => {
+                begun = None;
+                self.load_within(&serving, &account, arrived + patience).await?
+            }
         };
-        let prepared = prepare(&loaded.entry, invocation.call)?;
-        let time =
-            Time { arrived, queued: permit.waited, deadline_ms: deadline_ms(invocation.deadline, revision, &permit) };
-        let meter = Arc::new(Meter::default());
-        let guest = Guest {
-            pool: self.pool.clone(),
-            environment: self.environment(&serving, &permit, &time, &prepared, &meter),
-            settlement: Settlement::new(self, &serving, &permit, invocation.id, &meter),
-            serving: serving.clone(),
-            loaded,
-            permit,
+        let (entered, given) = prepare(&loaded.entry, invocation.call, &account.limits)?;
+        let call = Arc::new(RunningCall {
+            id: invocation.id,
+            surroundings: self.surroundings.clone(),
+            arrived,
+            queued: waited,
+            deadline_ms: deadline_ms(invocation.deadline, revision, &account),
+            // A command's instance is used up, and a streamed call's writes to its own caller.
+            may_reuse: given.is_none(),
+            account,
+            serving,
+            used: Used::default(),
+        });
+        let guest = Guest { runtime: self.shared()?, loaded, permit, call: call.clone(), given };
+        let ended = match entered {
+            Entered::Http(request) => Box::pin(self.exchange(guest, request, begun)).await,
+            Entered::Call(entered) => self.call(guest, entered, begun).await,
         };
-        let ended = match prepared {
-            Prepared::Http(request) => Box::pin(self.exchange(guest, request, &time, &meter)).await,
-            Prepared::Call(call, _) => self.call(guest, call, &time, &meter).await,
-        };
-        let usage = time.usage(&meter);
-        let output = ended.map_err(|failed| failed.into_failure(usage))?;
-        Ok(Outcome { serving, output, usage })
+        match ended {
+            Ok(output) => Ok(Outcome { output, usage: call.usage(), call }),
+            Err(failed) => Err(failed.into_failure(call.usage_now())),
+        }
     }
 
     /// Loads on the background runtime: it reads and may compile, which a serving thread must not; and a caller who leaves
     /// does not undo it for the next.
-    async fn load_within(&self, serving: &Serving, permit: &Permit, deadline: Instant) -> Result<Arc<Loaded>, Failure> {
-        let (runtime, serving, account) = (self.shared()?, serving.clone(), permit.account().clone());
+    async fn load_within(
+        &self,
+        serving: &Serving,
+        account: &Arc<Account>,
+        deadline: Instant,
+    ) -> Result<Arc<Loaded>, Failure> {
+        let (runtime, serving, account) = (self.shared()?, serving.clone(), account.clone());
         let deadline = deadline.min(Instant::now() + Duration::from_millis(account.limits.deadline_ms_max));
         let loading = self.background.spawn(async move { runtime.load(serving.revision(), &account).await });
         match tokio::time::timeout_at(deadline.into(), loading).await {
@@ -145,18 +158,12 @@ impl Runtime {
         }
     }
 
-    async fn call(
-        &self,
-        guest: Guest,
-        call: GuestCall,
-        time: &Time,
-        meter: &Arc<Meter>,
-    ) -> Result<Output, http::Failed> {
-        let running = Box::pin(guest.call(call));
-        let supervised = Supervised::new(running, time.deadline(), meter.clone(), self.background.clone());
-        match supervised.await {
+    async fn call(&self, guest: Guest, entered: GuestCall, begun: Option<Instant>) -> Result<Output, http::Failed> {
+        let call = guest.call.clone();
+        let deadline_ms = call.deadline_ms;
+        match Supervised::new(Box::pin(guest.run(entered)), call, begun).await {
             Ok(result) => Ok(result?),
-            Err(Stopped::AtDeadline) => Err(GuestError::from(Fault::Deadline { deadline_ms: time.deadline_ms }).into()),
+            Err(Stopped::AtDeadline) => Err(GuestError::from(Fault::Deadline { deadline_ms }).into()),
             Err(Stopped::Panicked(message)) => Err(http::Failed::Panicked(message)),
         }
     }
@@ -165,55 +172,23 @@ impl Runtime {
         &self,
         guest: Guest,
         request: http::Request,
-        time: &Time,
-        meter: &Arc<Meter>,
+        begun: Option<Instant>,
     ) -> Result<Output, http::Failed> {
         let (head, response) = oneshot::channel();
         let failed = Arc::new(AtomicBool::new(false));
+        let call = guest.call.clone();
+        let deadline_ms = call.deadline_ms;
         let running = Box::pin(guest.exchange(Exchange { request, head, failed: failed.clone() }));
-        let supervised = Supervised::new(running, time.deadline(), meter.clone(), self.background.clone());
-        http::respond(supervised, response, failed, time.deadline_ms).await.map(Output::Response)
-    }
-
-    fn environment(
-        &self,
-        serving: &Serving,
-        permit: &Permit,
-        time: &Time,
-        prepared: &Prepared,
-        meter: &Arc<Meter>,
-    ) -> Environment {
-        let account = permit.account();
-        let limits = &account.limits;
-        let log = Sink::Log { bytes_max: limits.log_bytes_max };
-        let (args, stdin, stdout) = match prepared {
-            Prepared::Call(GuestCall::Command { args, stdin, .. }, stdout) => {
-                let result = || Sink::Result { bytes_max: limits.output_bytes_max };
-                (args.clone(), stdin.clone(), stdout.clone().map_or_else(result, Sink::Stream))
-            }
-            Prepared::Call(_, Some(stdout)) => (Vec::new(), Bytes::new(), Sink::Stream(stdout.clone())),
-            _ => (Vec::new(), Bytes::new(), log.clone()),
-        };
-        Environment {
-            account: account.clone(),
-            memory_bytes_max: serving.revision().settings.memory_bytes.unwrap_or(u64::MAX).min(limits.memory_bytes_max),
-            deadline: time.deadline(),
-            deadline_ms: time.deadline_ms,
-            serving: serving.clone(),
-            args,
-            stdin,
-            stdout,
-            stderr: log,
-            meter: meter.clone(),
-            outbound: self.outbound.clone(),
-            may_reuse: !matches!(prepared, Prepared::Call(GuestCall::Command { .. }, _) | Prepared::Call(_, Some(_))),
-        }
+        let supervised = Supervised::new(running, call, begun);
+        http::respond(supervised, response, failed, deadline_ms)
+            .await
+            .map(|response| Output::Response(Box::new(response)))
     }
 }
 
 /// The revision that serves this call.
-fn serving(function: &Arc<FunctionRecord>) -> Result<Serving, Rejection> {
-    let serving = Serving::of(function).ok_or_else(|| Rejection::NotFound {
+fn serving(function: Arc<FunctionRecord>) -> Result<Serving, Rejection> {
+    let serving = Serving::of(function).map_err(|function| Rejection::NotFound {
         what: "revision with traffic of function",
         name: function.name.clone(),
         tenant: function.tenant.clone(),
@@ -229,52 +204,30 @@ fn serving(function: &Arc<FunctionRecord>) -> Result<Serving, Rejection> {
 }
 
 /// The tightest of what the caller, the function and the tenant allow.
-fn deadline_ms(asked: Option<Duration>, revision: &RevisionRecord, permit: &Permit) -> u64 {
+fn deadline_ms(asked: Option<Duration>, revision: &RevisionRecord, account: &Account) -> u64 {
     let asked = asked.map_or(u64::MAX, |d| u64::try_from(d.as_millis()).unwrap_or(u64::MAX));
     let function = revision.settings.deadline_ms.unwrap_or(u64::MAX);
-    asked.min(function).min(permit.account().limits.deadline_ms_max)
-}
-
-/// The clock of one call.
-struct Time {
-    arrived: Instant,
-    queued: Duration,
-    deadline_ms: u64,
-}
-
-impl Time {
-    fn deadline(&self) -> Instant {
-        self.arrived + Duration::from_millis(self.deadline_ms)
-    }
-
-    fn usage(&self, meter: &Meter) -> Usage {
-        let us = |d: Duration| u64::try_from(d.as_micros()).unwrap_or(u64::MAX);
-        Usage {
-            cpu_us: meter.cpu_ns.load(Ordering::Relaxed) / 1000,
-            wall_us: us(self.arrived.elapsed()),
-            queue_us: us(self.queued),
-            memory_peak_bytes: meter.memory_peak_bytes.load(Ordering::Relaxed),
-        }
-    }
+    asked.min(function).min(account.limits.deadline_ms_max)
 }
 
 /// A call that fits its function: the export exists and the arguments have its types. Nothing is instantiated yet.
-enum Prepared {
-    Call(GuestCall, Option<mpsc::Sender<Bytes>>),
+enum Entered {
+    Call(GuestCall),
     Http(http::Request),
 }
 
 enum GuestCall {
     Core { export: usize, args: Vec<wasmtime::Val> },
     Component { export: usize, args: Vec<wasmtime::component::Val>, bytes_out: bool },
-    Command { args: Vec<String>, stdin: Bytes, bytes_out: bool },
+    Command { bytes_out: bool },
 }
 
-fn prepare(entry: &Entry, call: Call) -> Result<Prepared, Rejection> {
+/// Reads a call as one of its function's, with what its guest gets besides (most get nothing).
+fn prepare(entry: &Entry, call: Call, limits: &Limits) -> Result<(Entered, Option<Box<Given>>), Rejection> {
     let (export, args, stdin, stdout) = match call {
         Call::Http(request) => {
             return match entry {
-                Entry::HttpP2(_) | Entry::HttpP3(_) => Ok(Prepared::Http(request)),
+                Entry::HttpP2(_) | Entry::HttpP3(_) => Ok((Entered::Http(request), None)),
                 _ => Err(Rejection::WrongKind {
                     kind: entry.kind(),
                     instead: "it has no wasi:http handler; use POST /functions/NAME/invoke".to_owned(),
@@ -284,6 +237,11 @@ fn prepare(entry: &Entry, call: Call) -> Result<Prepared, Rejection> {
         Call::Export { export, args, stdin } => (export, Args::Json(args), stdin, None),
         Call::Stream { export, args, stdin, stdout } => (export, Args::Json(args), stdin, Some(stdout)),
         Call::Bytes { export, body } => (export, Args::Bytes(body), Bytes::new(), None),
+    };
+    let as_command = |args, stdin, bytes_out, stdout: Option<mpsc::Sender<Bytes>>| {
+        let result = Sink::Result { bytes_max: limits.output_bytes_max };
+        let given = Given { args, stdin, stdout: stdout.map_or(result, Sink::Stream) };
+        Ok((Entered::Call(GuestCall::Command { bytes_out }), Some(Box::new(given))))
     };
     let call = match (entry, args) {
         (Entry::HttpP2(_) | Entry::HttpP3(_), _) => {
@@ -303,36 +261,36 @@ fn prepare(entry: &Entry, call: Call) -> Result<Prepared, Rejection> {
             let (export, args) = component::prepare(exports, export.as_deref(), &args)?;
             GuestCall::Component { export, args, bytes_out }
         }
-        (Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_), args) => match args {
-            Args::Bytes(body) => GuestCall::Command { args: vec![], stdin: body, bytes_out: true },
-            Args::Json(args) => GuestCall::Command { args: command::args(&args)?, stdin, bytes_out: false },
-        },
+        (Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_), Args::Bytes(body)) => {
+            return as_command(Vec::new(), body, true, stdout);
+        }
+        (Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_), Args::Json(args)) => {
+            return as_command(command::args(&args)?, stdin, false, stdout);
+        }
     };
-    Ok(Prepared::Call(call, stdout))
+    let streamed = |stdout| Box::new(Given { args: Vec::new(), stdin: Bytes::new(), stdout: Sink::Stream(stdout) });
+    Ok((Entered::Call(call), stdout.map(streamed)))
 }
 
 /// Everything a guest needs to run by itself, on whatever thread.
 struct Guest {
-    pool: Arc<Pool>,
+    runtime: Arc<Runtime>,
     loaded: Arc<Loaded>,
-    serving: Serving,
     permit: Permit,
-    environment: Environment,
-    settlement: Settlement,
+    call: Arc<RunningCall>,
+    given: Option<Box<Given>>,
 }
 
 impl Guest {
-    async fn call(self, call: GuestCall) -> Result<Output, GuestError> {
-        let Guest { pool, loaded, serving, permit, environment, mut settlement } = self;
-        let function_id = &serving.function.id;
-        // A command's instance is used up, and a streamed call's writes to its own caller.
-        let reuse = serving.revision().settings.reuse && environment.may_reuse;
-        let meter = environment.meter.clone();
+    async fn run(self, entered: GuestCall) -> Result<Output, GuestError> {
+        let Guest { runtime, loaded, permit, call, given } = self;
+        let mut settlement = Settlement::new(&runtime, &call);
         let result = async {
-            let mut lease = pool.lease(&loaded, permit, environment).await?;
-            let output = call_in(&mut lease, &loaded.entry, call, &meter).await?;
-            if reuse {
-                pool.keep(&loaded, function_id, lease);
+            let _ticking = runtime.pool.engines.clock().ticking();
+            let mut lease = runtime.pool.lease(&loaded, permit, &call, given).await?;
+            let output = call_in(&mut lease, &loaded.entry, entered, &call.used).await?;
+            if call.serving.revision().settings.reuse && call.may_reuse {
+                runtime.pool.keep(&loaded, &call.serving.function.id, lease);
             }
             Ok(output)
         }
@@ -342,17 +300,18 @@ impl Guest {
     }
 
     async fn exchange(self, exchange: Exchange) -> Result<(), GuestError> {
-        let Guest { pool, loaded, serving, permit, environment, mut settlement } = self;
-        let (function_id, reuse) = (&serving.function.id, serving.revision().settings.reuse);
+        let Guest { runtime, loaded, permit, call, given } = self;
+        let mut settlement = Settlement::new(&runtime, &call);
         let result = async {
-            let mut lease = pool.lease(&loaded, permit, environment).await?;
+            let _ticking = runtime.pool.engines.clock().ticking();
+            let mut lease = runtime.pool.lease(&loaded, permit, &call, given).await?;
             match &mut lease.instance {
                 Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
                 Instance::HttpP3(service) => Box::pin(http::p3(&mut lease.store, service, exchange)).await?,
                 _ => return Err(mismatched()),
             }
-            match reuse {
-                true => pool.keep(&loaded, function_id, lease),
+            match call.serving.revision().settings.reuse {
+                true => runtime.pool.keep(&loaded, &call.serving.function.id, lease),
                 // Resetting an instance takes about a tenth of a hello's time. On this thread's queue it happens after the
                 // response has left.
                 false => drop(tokio::spawn(async move { drop(lease) })),
@@ -365,7 +324,7 @@ impl Guest {
     }
 }
 
-async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, meter: &Meter) -> Result<Output, GuestError> {
+async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, used: &Used) -> Result<Output, GuestError> {
     let Lease { store, instance, .. } = lease;
     match (call, &*instance, entry) {
         (GuestCall::Core { export, args }, Instance::Core(instance), Entry::Core { exports, .. }) => {
@@ -382,20 +341,20 @@ async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, meter: &Mete
                 false => Ok(Output::Value(component::to_json(&results))),
             }
         }
-        (GuestCall::Command { bytes_out, .. }, instance, _) => {
+        (GuestCall::Command { bytes_out }, instance, _) => {
             let exit_code = match instance {
                 Instance::Core(instance) => Box::pin(command::core(store, instance)).await?,
                 Instance::CommandP2(command) => Box::pin(command::p2(store, command)).await?,
                 Instance::CommandP3(command) => Box::pin(command::p3(store, command)).await?,
                 _ => return Err(mismatched()),
             };
-            let stdout = std::mem::take(&mut *meter.captured.stdout.lock());
+            let stdout = std::mem::take(&mut *used.captured.stdout.lock());
             match bytes_out {
                 true if exit_code == 0 => Ok(Output::Bytes(Bytes::from(stdout))),
                 true => Err(Fault::Exit { code: exit_code }.into()),
                 false => {
                     let stdout = String::from_utf8_lossy(&stdout);
-                    let stderr = meter.captured.stderr.lock();
+                    let stderr = used.captured.stderr.lock();
                     let stderr = String::from_utf8_lossy(&stderr);
                     Ok(Output::Value(json!({ "exit_code": exit_code, "stdout": stdout, "stderr": stderr })))
                 }
@@ -411,27 +370,15 @@ fn mismatched() -> GuestError {
 }
 
 /// Settles a call when it is over, however it ended: keeps its output for `logs` and counts its fault.
-struct Settlement {
-    logs: Arc<crate::logs::Logs>,
-    metrics: Arc<crate::metrics::Metrics>,
-    serving: Serving,
-    log_bytes_max: usize,
-    id: u128,
-    meter: Arc<Meter>,
+struct Settlement<'a> {
+    runtime: &'a Runtime,
+    call: &'a RunningCall,
     ended: Option<Result<(), GuestError>>,
 }
 
-impl Settlement {
-    fn new(runtime: &Runtime, serving: &Serving, permit: &Permit, id: u128, meter: &Arc<Meter>) -> Settlement {
-        Settlement {
-            logs: runtime.logs.clone(),
-            metrics: runtime.metrics.clone(),
-            serving: serving.clone(),
-            log_bytes_max: permit.account().limits.log_bytes_max,
-            id,
-            meter: meter.clone(),
-            ended: None,
-        }
+impl<'a> Settlement<'a> {
+    fn new(runtime: &'a Runtime, call: &'a RunningCall) -> Self {
+        Settlement { runtime, call, ended: None }
     }
 
     fn end<T>(&mut self, result: &Result<T, GuestError>) {
@@ -443,21 +390,22 @@ impl Settlement {
     }
 }
 
-impl Drop for Settlement {
+impl Drop for Settlement<'_> {
     fn drop(&mut self) {
+        let metrics = &self.runtime.metrics;
         let fault = match self.ended.take() {
             Some(Ok(())) => None,
             Some(Err(GuestError::Rejected(rejection))) => Some(rejection.to_string()),
             Some(Err(GuestError::Faulted(fault))) => {
-                self.metrics.invocation_faults.inc();
+                metrics.invocation_faults.inc();
                 Some(fault.to_string())
             }
             None => Some("stopped: it met its deadline or its caller went away".to_owned()),
         };
-        let dropped = self.meter.captured.dropped_bytes.load(Ordering::Relaxed);
+        let dropped = self.call.used.captured.dropped_bytes.load(Ordering::Relaxed);
         if dropped > 0 {
-            self.metrics.log_bytes_dropped.inc_by(dropped);
+            metrics.log_bytes_dropped.inc_by(dropped);
         }
-        self.logs.keep(&self.serving, self.id, &self.meter, self.log_bytes_max, fault);
+        self.runtime.logs.keep(self.call, fault);
     }
 }

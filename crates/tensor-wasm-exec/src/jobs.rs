@@ -130,7 +130,15 @@ pub(crate) struct Recovered {
 struct Running {
     tenant: String,
     /// Told to stop; dropped once the job's record says what became of it.
-    signal: watch::Sender<bool>,
+    signal: watch::Sender<Option<Stop>>,
+}
+
+/// Why a running job is stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stop {
+    Cancelled,
+    /// The server shuts down. The job goes back to the queue as if this attempt had not been.
+    Suspended,
 }
 
 #[derive(Default)]
@@ -205,7 +213,7 @@ impl Recovery {
 struct Popped {
     tenant: String,
     id: String,
-    cancelled: watch::Receiver<bool>,
+    stop: watch::Receiver<Option<Stop>>,
 }
 
 impl Jobs {
@@ -217,6 +225,13 @@ impl Jobs {
 
     pub(crate) fn running(&self) -> usize {
         self.line.lock().running.len()
+    }
+
+    /// Puts the running ones back into the queue, for the next server to run.
+    pub(crate) fn suspend(&self) {
+        for running in self.line.lock().running.values() {
+            running.signal.send_if_modified(|stop| stop.is_none() && stop.replace(Stop::Suspended).is_none());
+        }
     }
 
     async fn next(&self) -> Option<Popped> {
@@ -260,9 +275,9 @@ impl Line {
             true => drop(self.waiting.remove(&tenant)),
             false => self.turns.push_back(tenant.clone()),
         }
-        let (signal, cancelled) = watch::channel(false);
+        let (signal, stop) = watch::channel(None);
         self.running.insert(id.clone(), Running { tenant: tenant.clone(), signal });
-        Some(Popped { tenant, id, cancelled })
+        Some(Popped { tenant, id, stop })
     }
 
     fn remove(&mut self, tenant: &str, id: &str) -> bool {
@@ -426,7 +441,7 @@ impl Runtime {
             let mut line = self.jobs.line.lock();
             match line.running.get(id) {
                 Some(running) => {
-                    running.signal.send_replace(true);
+                    running.signal.send_replace(Some(Stop::Cancelled));
                     Some(running.signal.subscribe())
                 }
                 None => {
@@ -455,9 +470,10 @@ impl Runtime {
         let waiting: usize = self.jobs.line.lock().waiting.values().map(VecDeque::len).sum();
         self.metrics.jobs_queued.set(i64::try_from(waiting).unwrap_or(i64::MAX));
         for _ in 0..self.config.jobs.concurrency_max {
-            let runtime = self.clone();
+            let (runtime, jobs) = (Arc::downgrade(self), self.jobs.clone());
             self.background.spawn(async move {
-                while let Some(popped) = runtime.jobs.next().await {
+                while let Some(popped) = jobs.next().await {
+                    let Some(runtime) = runtime.upgrade() else { return };
                     runtime.metrics.jobs_queued.dec();
                     runtime.metrics.jobs_active.inc();
                     runtime.run_job(popped).await;
@@ -478,7 +494,7 @@ impl Runtime {
     }
 
     async fn run_job(self: &Arc<Self>, popped: Popped) {
-        let Popped { tenant, id, mut cancelled } = popped;
+        let Popped { tenant, id, mut stop } = popped;
         let mut job = match self.job(&tenant, &id) {
             Ok(job) => job,
             Err(error) => {
@@ -512,10 +528,18 @@ impl Runtime {
             deadline: None,
         };
         let result = tokio::select! {
-            result = self.invoke(invocation) => Some(result),
-            _ = cancelled.wait_for(|stop| *stop) => None,
+            result = self.invoke(invocation) => Ok(result),
+            stop = stop.wait_for(Option::is_some) => Err(stop.ok().and_then(|stop| *stop).unwrap_or(Stop::Suspended)),
         };
-        let again = self.judge(&mut job, result);
+        if let Err(Stop::Suspended) = result {
+            job.state = State::Queued;
+            job.attempts -= 1;
+            job.started_ms = None;
+            self.record(&job).await;
+            drop(self.jobs.line.lock().running.remove(&id));
+            return;
+        }
+        let again = self.judge(&mut job, result.ok());
         match again {
             Some(_) => self.record(&job).await,
             None => self.conclude(&job).await,

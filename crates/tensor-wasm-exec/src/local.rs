@@ -31,6 +31,8 @@ pub struct LocalRun {
     /// Host directory and the name the guest knows it by.
     pub dirs: Vec<(PathBuf, String)>,
     pub timeout: Option<Duration>,
+    /// Keep compiled code in the user's cache directory, as `wasmtime run` does and in the same place.
+    pub cache: bool,
 }
 
 /// How it ended.
@@ -84,6 +86,10 @@ impl LocalRun {
         let bytes = wat::parse_bytes(&bytes).map_err(|e| input(format!("{name}: {e}")))?;
         let mut config = wasmtime::Config::new();
         config.epoch_interruption(self.timeout.is_some());
+        if self.cache {
+            // Without a place to keep it, it is compiled every time.
+            config.cache(wasmtime::Cache::new(wasmtime::CacheConfig::new()).ok());
+        }
         let engine = Engine::new(&config).map_err(input)?;
         let time_limit = TimeLimit::start(&engine, self.timeout);
         let running = async {

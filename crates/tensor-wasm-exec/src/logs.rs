@@ -7,8 +7,7 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
-use crate::catalog::Serving;
-use crate::guest::budget::Meter;
+use crate::guest::running::RunningCall;
 
 /// Calls remembered per function.
 const ENTRIES_MAX: usize = 100;
@@ -52,17 +51,11 @@ impl Entry {
 
 impl Logs {
     /// Keeps what a call wrote; a silent call without a fault leaves no entry.
-    pub(crate) fn keep(
-        &self,
-        serving: &Serving,
-        invocation: u128,
-        meter: &Meter,
-        bytes_max: usize,
-        fault: Option<String>,
-    ) {
-        let captured = &meter.captured;
-        let is_silent = captured.stdout.lock().is_empty() && captured.stderr.lock().is_empty();
-        if is_silent && fault.is_none() {
+    pub(crate) fn keep(&self, call: &RunningCall, fault: Option<String>) {
+        let (captured, bytes_max) = (&call.used.captured, call.account.limits.log_bytes_max);
+        if fault.is_none()
+            && (captured.is_empty() || captured.stdout.lock().is_empty() && captured.stderr.lock().is_empty())
+        {
             return;
         }
         let take = |buffer: &Mutex<Vec<u8>>| {
@@ -77,14 +70,14 @@ impl Logs {
         let (stdout, stderr) = (take(&captured.stdout), take(&captured.stderr));
         let entry = Entry {
             at_ms: crate::catalog::now_ms(),
-            invocation: format!("{invocation:032x}"),
-            revision: serving.revision().revision.short().to_owned(),
+            invocation: format!("{:032x}", call.id),
+            revision: call.serving.revision().revision.short().to_owned(),
             stdout,
             stderr,
             dropped_bytes: captured.dropped_bytes.swap(0, Ordering::Relaxed),
             fault,
         };
-        self.push(&serving.function.id, entry);
+        self.push(&call.serving.function.id, entry);
     }
 
     fn push(&self, function: &str, entry: Entry) {

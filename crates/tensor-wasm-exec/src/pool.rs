@@ -24,7 +24,8 @@ use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::budget::Refused;
 use crate::guest::component::ComponentExport;
 use crate::guest::core::CoreExport;
-use crate::guest::state::{Environment, State};
+use crate::guest::running::{Given, RunningCall};
+use crate::guest::state::State;
 use crate::guest::{GuestError, fault, state};
 use crate::metrics::Metrics;
 
@@ -93,7 +94,6 @@ struct Kept {
     store: Store<State>,
     instance: Instance,
     reuses: u32,
-    _alive: Alive,
     _counted: Counted,
 }
 
@@ -102,7 +102,6 @@ pub(crate) struct Lease {
     // Dropped in this order: the store gives its memory back before the permit lets the next call in.
     pub store: Store<State>,
     pub instance: Instance,
-    alive: Alive,
     reuses: u32,
     _permit: Permit,
 }
@@ -150,7 +149,8 @@ impl Pool {
 
     /// The revision, if it is loaded already.
     pub(crate) fn loaded(&self, revision: &Revision) -> Option<Arc<Loaded>> {
-        let slot = self.loaded.lock().get(revision)?.clone();
+        let loaded = self.loaded.lock();
+        let slot = loaded.get(revision)?;
         slot.last_use.store(self.uses.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         slot.loaded.get().cloned()
     }
@@ -234,36 +234,41 @@ impl Pool {
         &self,
         loaded: &Loaded,
         permit: Permit,
-        environment: Environment,
+        call: &Arc<RunningCall>,
+        given: Option<Box<Given>>,
     ) -> Result<Lease, GuestError> {
-        let function = &environment.serving.function;
-        let kept = match environment.may_reuse {
+        let function = &call.serving.function;
+        let kept = match call.may_reuse {
             true => loaded.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop),
             false => None,
         };
         // One that was made before the function last changed has the settings of then.
-        if let Some(mut kept) = kept.filter(|kept| Arc::ptr_eq(&kept.store.data().serving.function, function)) {
-            let state = kept.store.data_mut();
-            state.ticking = Some(self.engines.clock().ticking());
-            state.rebind(environment.deadline, environment.deadline_ms, environment.meter);
+        if let Some(mut kept) = kept.filter(|kept| Arc::ptr_eq(&kept.store.data().call().serving.function, function)) {
+            kept.store.data_mut().rebind(call);
             kept.store.set_epoch_deadline(1);
-            let Kept { store, instance, reuses, _alive: alive, .. } = kept;
-            return Ok(Lease { store, instance, alive, reuses, _permit: permit });
+            let Kept { store, instance, reuses, .. } = kept;
+            return Ok(Lease { store, instance, reuses, _permit: permit });
         }
-        // Kept instances hold memory and slots; they give way to a call that needs them.
-        let again = (self.idle.load(Ordering::Relaxed) > 0).then(|| environment.clone());
         let engine = self.engines.get(loaded.flavor);
-        let mut store = state::store(engine, environment, self.engines.clock().ticking());
-        let mut instance = instantiate(&loaded.entry, &mut store).await;
-        if let (Err(error), Some(environment)) = (&instance, again)
+        let mut store = state::store(engine, call, given);
+        // Boxed but for the cheapest kind: a future is as large as its largest branch, and moved into place whole.
+        let mut instance = match &loaded.entry {
+            Entry::Core { pre, .. } => pre.instantiate_async(&mut store).await.map(Instance::Core),
+            entry => Box::pin(instantiate(entry, &mut store)).await,
+        };
+        // Kept instances hold memory and slots; they give way to a call that needs them.
+        if let Err(error) = &instance
+            && self.idle.load(Ordering::Relaxed) > 0
             && (error.is::<PoolConcurrencyLimitError>() || store.data().budget.refused == Some(Refused::TenantLimit))
         {
             self.drop_idle();
-            store = state::store(engine, environment, self.engines.clock().ticking());
+            let given = store.data_mut().take_given();
+            store = state::store(engine, call, given);
             instance = Box::pin(instantiate(&loaded.entry, &mut store)).await;
         }
-        let instance = instance.map_err(|error| cannot_start(&store, &permit, &error))?;
-        Ok(Lease { store, instance, alive: Alive::new(&self.metrics), reuses: 0, _permit: permit })
+        let instance = instance.map_err(|error| cannot_start(&store, &error))?;
+        store.data_mut().count();
+        Ok(Lease { store, instance, reuses: 0, _permit: permit })
     }
 
     /// Takes an instance back for the function's next call, if there is room. Only for calls that ended well.
@@ -272,9 +277,8 @@ impl Pool {
         if lease.reuses >= REUSES_MAX {
             return;
         }
-        let Lease { mut store, instance, alive, reuses, _permit } = lease;
-        store.data_mut().ticking = None;
-        let kept = Kept { store, instance, reuses: reuses + 1, _alive: alive, _counted: counted };
+        let Lease { store, instance, reuses, _permit } = lease;
+        let kept = Kept { store, instance, reuses: reuses + 1, _counted: counted };
         let mut idle = loaded.idle.lock();
         match idle.get_mut(function) {
             Some(waiting) => waiting.push(kept),
@@ -326,18 +330,18 @@ async fn instantiate(entry: &Entry, store: &mut Store<State>) -> wasmtime::Resul
         Entry::Core { pre, .. } | Entry::CoreCommand(pre) => Instance::Core(pre.instantiate_async(store).await?),
         Entry::Component { pre, .. } => {
             store.set_hostcall_fuel(LIFTED_BYTES_MAX);
-            Instance::Component(Box::pin(pre.instantiate_async(store)).await?)
+            Instance::Component(pre.instantiate_async(store).await?)
         }
-        Entry::CommandP2(pre) => Instance::CommandP2(Box::pin(pre.instantiate_async(store)).await?),
-        Entry::CommandP3(pre) => Instance::CommandP3(Box::pin(pre.instantiate_async(store)).await?),
-        Entry::HttpP2(pre) => Instance::HttpP2(Box::pin(pre.instantiate_async(store)).await?),
-        Entry::HttpP3(pre) => Instance::HttpP3(Some(Box::pin(pre.instantiate_async(store)).await?)),
+        Entry::CommandP2(pre) => Instance::CommandP2(pre.instantiate_async(store).await?),
+        Entry::CommandP3(pre) => Instance::CommandP3(pre.instantiate_async(store).await?),
+        Entry::HttpP2(pre) => Instance::HttpP2(pre.instantiate_async(store).await?),
+        Entry::HttpP3(pre) => Instance::HttpP3(Some(pre.instantiate_async(store).await?)),
     })
 }
 
 /// Instantiation failed: a limit was in the way, or the guest's own start code failed.
-fn cannot_start(store: &Store<State>, permit: &Permit, error: &wasmtime::Error) -> GuestError {
-    let account = permit.account();
+fn cannot_start(store: &Store<State>, error: &wasmtime::Error) -> GuestError {
+    let account = &store.data().call().account;
     match store.data().budget.refused {
         Some(Refused::TenantLimit) => {
             return GuestError::Rejected(Rejection::TenantBusy {
@@ -365,24 +369,6 @@ fn cannot_start(store: &Store<State>, permit: &Permit, error: &wasmtime::Error) 
     match error.is::<wasmtime::Trap>() || error.is::<crate::failure::Fault>() || error.is::<wasmtime_wasi::I32Exit>() {
         true => fault(error).into(),
         false => GuestError::Rejected(Rejection::ModuleOverLimits { why: format!("{error:#}") }),
-    }
-}
-
-/// Counts an instance while it exists.
-struct Alive(Arc<Metrics>);
-
-impl Alive {
-    fn new(metrics: &Arc<Metrics>) -> Alive {
-        metrics.instance_spawns.inc();
-        metrics.active_instances.inc();
-        Alive(metrics.clone())
-    }
-}
-
-impl Drop for Alive {
-    fn drop(&mut self) {
-        self.0.instance_terminations.inc();
-        self.0.active_instances.dec();
     }
 }
 

@@ -18,6 +18,7 @@ use crate::config::Config;
 use crate::engine::Engines;
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
+use crate::guest::running::Surroundings;
 use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
@@ -29,6 +30,9 @@ const BACKGROUND_NICE: i32 = 10;
 /// The check of everything on disk begins this long after the start, so that it does not compete with first calls.
 const SCRUB_AFTER: Duration = Duration::from_secs(2);
 
+/// Jobs that are still running when the time to drain is over are written back to the queue within this.
+const SUSPEND_MAX: Duration = Duration::from_secs(2);
+
 /// Between two looks at whether running calls are done, while shutting down.
 const DRAIN_POLL: Duration = Duration::from_millis(5);
 
@@ -39,8 +43,8 @@ pub struct Runtime {
     pub logs: Arc<Logs>,
     pub metrics: Arc<Metrics>,
     pub(crate) pool: Arc<Pool>,
-    pub(crate) jobs: Jobs,
-    pub(crate) outbound: Arc<Outbound>,
+    pub(crate) jobs: Arc<Jobs>,
+    pub(crate) surroundings: Arc<Surroundings>,
     pub(crate) background: Handle,
     engines: Arc<Engines>,
     compiler: Compiler,
@@ -117,8 +121,12 @@ impl Runtime {
             admission: Admission::new(config.clone()),
             logs: Arc::default(),
             pool: Arc::new(pool),
-            jobs,
-            outbound: Arc::new(Outbound::new(&config.server.outbound_http)),
+            jobs: Arc::new(jobs),
+            surroundings: Arc::new(Surroundings {
+                outbound: Outbound::new(&config.server.outbound_http),
+                background: background.clone(),
+                metrics: metrics.clone(),
+            }),
             metrics,
             config,
             background,
@@ -270,15 +278,22 @@ impl Runtime {
         loop {
             let running = self.admission.depth().running.max(self.jobs.running());
             if running == 0 || Instant::now() >= until {
-                return running;
+                break;
             }
             tokio::time::sleep(DRAIN_POLL).await;
         }
+        self.jobs.suspend();
+        let until = Instant::now() + SUSPEND_MAX;
+        while self.jobs.running() > 0 && Instant::now() < until {
+            tokio::time::sleep(DRAIN_POLL).await;
+        }
+        self.admission.depth().running.max(self.jobs.running())
     }
 }
 
 impl Drop for Runtime {
     fn drop(&mut self) {
+        self.jobs.stop();
         // Dropping a Tokio runtime blocks, which a task may not do.
         if let Some(threads) = self.threads.take() {
             threads.shutdown_background();

@@ -122,7 +122,7 @@ fn answer(outcome: Outcome, output_bytes_max: usize) -> Result<Response, ApiErro
         }
         Output::Bytes(bytes) if bytes.len() > output_bytes_max => Err(too_large().into()),
         Output::Bytes(bytes) => Ok(([(header::CONTENT_TYPE, HeaderValue::from_static(OCTETS))], bytes).into_response()),
-        Output::Response(response) => Ok(response.map(Body::new)),
+        Output::Response(response) => Ok((*response).map(Body::new)),
     }
 }
 

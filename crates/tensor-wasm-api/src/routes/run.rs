@@ -44,7 +44,7 @@ async fn run(gateway: &Shared, name: &str, trace: Trace, request: Request) -> Re
         let function = name.to_owned();
         let invocation = Invocation { id: trace.trace_id, tenant: tenant.clone(), function, call, deadline: None };
         match gateway.runtime.invoke(invocation).await?.output {
-            Output::Response(response) => Ok(response.map(Body::new)),
+            Output::Response(response) => Ok((*response).map(Body::new)),
             Output::Value(_) | Output::Bytes(_) => Err(ApiError::bad_request("missing_export", "not an HTTP function")),
         }
     };

@@ -28,6 +28,9 @@ pub(crate) struct Run {
     /// Stop it after this long.
     #[arg(long, value_name = "N")]
     timeout_ms: Option<u64>,
+    /// Compile anew, and keep nothing in the cache directory.
+    #[arg(long)]
+    no_cache: bool,
     /// Arguments of the program or of the export.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     args: Vec<String>,
@@ -47,6 +50,7 @@ impl Run {
             env,
             dirs: self.dir.iter().map(dir).collect(),
             timeout: self.timeout_ms.map(Duration::from_millis),
+            cache: !self.no_cache,
         };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|e| Failed::No(e.to_string()))?;

@@ -197,7 +197,7 @@ fn bodies_over_the_limit_are_refused() {
 
 #[test]
 fn slow_and_vanishing_clients_hold_nothing() {
-    let server = hostile("[server]\nheader_read_ms_max = 300\nbody_idle_ms_max = 300\n");
+    let server = hostile("[server]\nheader_read_ms_max = 300\nbody_idle_ms_max = 300\nbody_ms_max = 1000\n");
     // Nothing at all, or the beginning of HTTP/2.
     let mut silent: Vec<_> = (0..50).map(|_| server.connect()).collect();
     silent.iter_mut().step_by(2).for_each(|stream| send(stream, "PRI * HT"));
@@ -221,6 +221,19 @@ fn slow_and_vanishing_clients_hold_nothing() {
     );
     let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
     assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("nothing came for 300 ms"), "{answer}");
+    // A byte at a time, for ever.
+    let mut stream = server.connect();
+    send(&mut stream, "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\ncontent-length: 10000\r\n\r\n{");
+    let mut writer = stream.try_clone().unwrap();
+    let dripping = std::thread::spawn(move || {
+        while writer.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    });
+    let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
+    assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("body_ms_max"), "{answer}");
+    drop(stream);
+    dripping.join().unwrap();
     // Half a module, then gone.
     for _ in 0..20 {
         let mut stream = server.connect();

@@ -145,6 +145,22 @@ fn unfinished_jobs_are_bounded() {
 }
 
 #[test]
+fn jobs_survive_planned_restarts_however_many() {
+    let config = "[server]\ndrain_ms_max = 100\n";
+    let mut server = Server::with(Options::config(config));
+    server.deploy("command", "command.wasm");
+    let long = submit(&server, "command", r#"{"args":["sleep","1500"]}"#);
+    for _ in 0..4 {
+        wait_until("it to run", || job(&server, &long)["state"] == "running");
+        server.terminate();
+        assert!(server.child.wait().unwrap().success());
+        server = Server::with(Options::config(config).data(&server.data));
+    }
+    let done = finished(&server, &long);
+    assert_eq!((&done["state"], &done["attempts"]), (&"succeeded".into(), &1.into()), "{done}");
+}
+
+#[test]
 fn jobs_survive_a_crash() {
     // Four workers, of which one tenant may hold three.
     let server = Server::with(Options::config("[jobs]\nconcurrency_max = 4\n"));

@@ -30,6 +30,41 @@ fn commands_get_arguments_environment_and_pass_their_exit_code_through() {
 }
 
 #[test]
+fn compiled_code_is_kept_in_the_users_cache() {
+    let cache = tempfile::tempdir().unwrap();
+    let file = guest("command-p1.wasm");
+    let run = |flags: &[&str]| {
+        let mut command = Command::new(EXE);
+        command.arg("run").args(flags).arg(&file).args(["args", "x"]).env("XDG_CACHE_HOME", cache.path());
+        assert_eq!(stdout(&command.output().unwrap()), "x\n");
+        walkdir(cache.path())
+    };
+    assert_eq!(run(&["--no-cache"]), 0);
+    let first = run(&[]);
+    assert!(first > 0, "nothing was kept");
+    run(&[]);
+    // Kept code of another program, or damaged: compiled again.
+    let garble = |dir: &std::path::Path| each_file(dir, &|path| std::fs::write(path, "damaged").unwrap());
+    garble(cache.path());
+    run(&[]);
+}
+
+fn walkdir(dir: &std::path::Path) -> usize {
+    let files = std::cell::Cell::new(0);
+    each_file(dir, &|_| files.set(files.get() + 1));
+    files.get()
+}
+
+fn each_file(dir: &std::path::Path, act: &dyn Fn(&std::path::Path)) {
+    for entry in std::fs::read_dir(dir).unwrap().flatten() {
+        match entry.path().is_dir() {
+            true => each_file(&entry.path(), act),
+            false => act(&entry.path()),
+        }
+    }
+}
+
+#[test]
 fn stdin_and_directories() {
     for file in ["command.wasm", "command-p1.wasm"] {
         let mut child = Command::new(EXE)

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
 pub use self::queue::{Account, Depth};
-use self::queue::{Decision, Queue, Ticket};
+use self::queue::{Decision, Queue, Slot, Ticket};
 use crate::config::Config;
 use crate::failure::Rejection;
 
@@ -31,8 +31,13 @@ pub struct Admission {
 /// The right to run one call now.
 pub struct Permit {
     admission: Arc<Admission>,
-    account: Arc<Account>,
-    /// How long the call waited for it.
+    slot: Slot,
+}
+
+/// A call that may run, for whom, and how long it waited for that.
+pub struct Admitted {
+    pub permit: Permit,
+    pub account: Arc<Account>,
     pub waited: Duration,
 }
 
@@ -49,24 +54,30 @@ impl Admission {
         })
     }
 
-    /// Waits for a place, but no longer than `[server] queue_wait_ms_max` nor past `deadline`.
-    pub async fn admit(self: &Arc<Self>, tenant: &str, deadline: Instant) -> Result<Permit, Rejection> {
+    /// Waits for a place for a call that arrived just now, but no longer than `[server] queue_wait_ms_max` nor past
+    /// `deadline`.
+    pub async fn admit(
+        self: &Arc<Self>,
+        tenant: &str,
+        arrived: Instant,
+        deadline: Instant,
+    ) -> Result<Admitted, Rejection> {
         if self.closed.load(Ordering::Acquire) {
             return Err(Rejection::ShuttingDown);
         }
         let mut turn = None;
-        let decision = self.queue.lock().arrive(tenant, self.started.elapsed(), || {
+        let decision = self.queue.lock().arrive(tenant, arrived.saturating_duration_since(self.started), || {
             let (waiter, receiver) = oneshot::channel();
             turn = Some(receiver);
             waiter
         });
         let (ticket, account) = match decision {
-            Decision::Admitted(account) => return Ok(self.permit(account, Duration::ZERO)),
+            Decision::Admitted(account) => return Ok(self.admitted(account, Duration::ZERO)),
             Decision::Rejected(rejection) => return Err(rejection),
             Decision::Waiting(ticket, account) => (ticket, account),
         };
         // Boxed, as is every rare branch of a call: a future is as large as its largest branch, and moved into place whole.
-        Box::pin(self.wait(ticket, account, turn, deadline)).await
+        Box::pin(self.wait(ticket, account, turn, arrived, deadline)).await
     }
 
     async fn wait(
@@ -74,10 +85,10 @@ impl Admission {
         ticket: Ticket,
         account: Arc<Account>,
         turn: Option<oneshot::Receiver<()>>,
+        arrived: Instant,
         deadline: Instant,
-    ) -> Result<Permit, Rejection> {
+    ) -> Result<Admitted, Rejection> {
         let mut place = InLine { admission: self.clone(), account: account.clone(), ticket: Some(ticket) };
-        let arrived = Instant::now();
         let until = deadline.min(arrived + self.wait_max);
         let granted = match turn {
             Some(receiver) => tokio::time::timeout_at(until.into(), receiver).await,
@@ -86,7 +97,7 @@ impl Admission {
         match granted {
             Ok(Ok(())) => {
                 place.ticket = None;
-                Ok(self.permit(account, arrived.elapsed()))
+                Ok(self.admitted(account, arrived.elapsed()))
             }
             Ok(Err(_)) => Err(Rejection::ShuttingDown),
             Err(_) => Err(self.waited_too_long(&account)),
@@ -114,14 +125,14 @@ impl Admission {
         self.queue.lock().accounts()
     }
 
-    fn permit(self: &Arc<Self>, account: Arc<Account>, waited: Duration) -> Permit {
-        Permit { admission: self.clone(), account, waited }
+    fn admitted(self: &Arc<Self>, account: Arc<Account>, waited: Duration) -> Admitted {
+        Admitted { permit: Permit { admission: self.clone(), slot: account.slot }, account, waited }
     }
 
-    fn release(&self, tenant: &str) {
+    fn release(&self, slot: Slot) {
         // The lock is let go before the waiter is woken. A waiter that vanished meanwhile finds itself granted when its
         // `InLine` drops, and departs from there.
-        let granted = self.queue.lock().depart(tenant);
+        let granted = self.queue.lock().depart(slot);
         if let Some(granted) = granted {
             let _ = granted.waiter.send(());
         }
@@ -146,15 +157,9 @@ impl Admission {
     }
 }
 
-impl Permit {
-    pub fn account(&self) -> &Arc<Account> {
-        &self.account
-    }
-}
-
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.admission.release(&self.account.name);
+        self.admission.release(self.slot);
     }
 }
 
@@ -168,9 +173,9 @@ struct InLine {
 impl Drop for InLine {
     fn drop(&mut self) {
         let Some(ticket) = self.ticket else { return };
-        let still_waiting = self.admission.queue.lock().give_up(&self.account.name, ticket);
+        let still_waiting = self.admission.queue.lock().give_up(&self.account, ticket);
         if !still_waiting {
-            self.admission.release(&self.account.name);
+            self.admission.release(self.account.slot);
         }
     }
 }
@@ -193,31 +198,31 @@ mod tests {
     #[tokio::test]
     async fn permits_return_when_holders_and_waiters_vanish() {
         let admission = admission(1, 60_000);
-        let first = admission.admit("a", soon()).await.unwrap();
+        let first = admission.admit("a", Instant::now(), soon()).await.ok().unwrap();
         for _ in 0..100 {
-            let waiting = admission.admit("b", soon());
+            let waiting = admission.admit("b", Instant::now(), soon());
             assert!(tokio::time::timeout(Duration::from_micros(10), waiting).await.is_err());
         }
         assert_eq!(admission.depth(), Depth { running: 1, waiting: 0 });
 
         // A waiter that is granted and dropped without ever being polled again gives the place back.
-        let mut granted = Box::pin(admission.admit("b", soon()));
+        let mut granted = Box::pin(admission.admit("b", Instant::now(), soon()));
         let polled = std::future::poll_fn(|cx| std::task::Poll::Ready(granted.as_mut().poll(cx))).await;
         assert!(polled.is_pending());
         drop(first);
         assert_eq!(admission.depth(), Depth { running: 1, waiting: 0 });
         drop(granted);
         assert_eq!(admission.depth(), Depth::default());
-        drop(admission.admit("c", soon()).await.unwrap());
+        drop(admission.admit("c", Instant::now(), soon()).await.ok().unwrap());
     }
 
     #[tokio::test]
     async fn waiting_ends_with_a_reason() {
         let admission = admission(1, 5);
-        let _held = admission.admit("a", soon()).await.unwrap();
-        let refused = admission.admit("b", soon()).await.err().unwrap();
+        let _held = admission.admit("a", Instant::now(), soon()).await.ok().unwrap();
+        let refused = admission.admit("b", Instant::now(), soon()).await.err().unwrap();
         assert!(matches!(refused, Rejection::ServerBusy { running: 1, .. }), "{refused}");
         admission.close();
-        assert!(matches!(admission.admit("b", soon()).await.err().unwrap(), Rejection::ShuttingDown));
+        assert!(matches!(admission.admit("b", Instant::now(), soon()).await.err().unwrap(), Rejection::ShuttingDown));
     }
 }

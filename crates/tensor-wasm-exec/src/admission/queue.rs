@@ -14,6 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
+use slab::Slab;
+
 use crate::HashMap;
 use crate::config::Limits;
 use crate::failure::Rejection;
@@ -33,8 +35,11 @@ pub struct Account {
     pub name: Arc<str>,
     pub limits: Limits,
     pub memory_used_bytes: AtomicU64,
+    /// Where the queue keeps the tenant, for as long as somebody holds the account or a call of it runs.
+    pub(super) slot: Slot,
 }
 
+pub(super) type Slot = usize;
 pub(super) type Ticket = u64;
 
 /// What becomes of an arriving call.
@@ -79,9 +84,10 @@ impl<W> Tenant<W> {
 pub(super) struct Queue<W> {
     running_max: usize,
     waiting_max: usize,
-    tenants: HashMap<Arc<str>, Tenant<W>>,
-    /// Tenants with someone waiting, smallest pass first.
-    order: BTreeSet<(u64, Arc<str>)>,
+    slots: HashMap<Arc<str>, Slot>,
+    tenants: Slab<Tenant<W>>,
+    /// Tenants with someone waiting, smallest pass first, and their slots.
+    order: BTreeSet<(u64, Slot)>,
     total: Depth,
     /// Pass of the most recent start: where newcomers enter.
     pass_now: u64,
@@ -94,7 +100,8 @@ impl<W> Queue<W> {
         Queue {
             running_max,
             waiting_max,
-            tenants: HashMap::default(),
+            slots: HashMap::default(),
+            tenants: Slab::new(),
             order: BTreeSet::new(),
             total: Depth::default(),
             pass_now: 0,
@@ -106,7 +113,7 @@ impl<W> Queue<W> {
     /// A call of `tenant` arrives at `now` (any monotonic time). `waiter` is made only if it must wait.
     pub(super) fn arrive(&mut self, tenant: &str, now: Duration, waiter: impl FnOnce() -> W) -> Decision {
         let (total, running_max, waiting_max) = (self.total, self.running_max, self.waiting_max);
-        let pass_now = self.pass_now;
+        let (pass_now, ticket) = (self.pass_now, self.next_ticket);
         let state = self.tenant(tenant, now);
         let limits = &state.account.limits;
         if let Err(retry_after) = state.bucket.take(limits, now) {
@@ -139,35 +146,33 @@ impl<W> Queue<W> {
                 retry_after: BUSY_RETRY,
             });
         }
-        let ticket = self.next_ticket;
-        self.next_ticket += 1;
-        let state = self.tenant(tenant, now);
         if state.waiting.is_empty() {
             state.pass = state.pass.max(pass_now);
         }
         state.waiting.push_back(Granted { ticket, waiter: waiter() });
-        let entry = (state.pass, state.account.name.clone());
         let account = state.account.clone();
+        let entry = (state.pass, account.slot);
+        self.next_ticket += 1;
         self.order.insert(entry);
         self.total.waiting += 1;
         Decision::Waiting(ticket, account)
     }
 
-    /// A running call of `tenant` ended. Its place goes to the returned waiter, if any may use it.
-    pub(super) fn depart(&mut self, tenant: &str) -> Option<Granted<W>> {
-        let state = self.tenants.get_mut(tenant)?;
+    /// A running call of the tenant ended. Its place goes to the returned waiter, if any may use it.
+    pub(super) fn depart(&mut self, slot: Slot) -> Option<Granted<W>> {
+        let state = self.tenants.get_mut(slot)?;
         state.running = state.running.saturating_sub(1);
         self.total.running = self.total.running.saturating_sub(1);
         self.grant()
     }
 
     /// A waiting call gave up. Returns whether it was still waiting; if not, it was granted and must depart.
-    pub(super) fn give_up(&mut self, tenant: &str, ticket: Ticket) -> bool {
-        let Some(state) = self.tenants.get_mut(tenant) else { return false };
+    pub(super) fn give_up(&mut self, account: &Account, ticket: Ticket) -> bool {
+        let Some(state) = self.tenants.get_mut(account.slot) else { return false };
         let Some(at) = state.waiting.iter().position(|w| w.ticket == ticket) else { return false };
         state.waiting.remove(at);
         if state.waiting.is_empty() {
-            self.order.remove(&(state.pass, state.account.name.clone()));
+            self.order.remove(&(state.pass, account.slot));
         }
         self.total.waiting -= 1;
         true
@@ -185,45 +190,51 @@ impl<W> Queue<W> {
     /// Each known tenant with its depth and memory, for the API and metrics.
     pub(super) fn accounts(&self) -> Vec<(Arc<Account>, Depth)> {
         let depth = |t: &Tenant<W>| Depth { running: t.running, waiting: t.waiting.len() };
-        self.tenants.values().map(|t| (t.account.clone(), depth(t))).collect()
+        self.tenants.iter().map(|(_, t)| (t.account.clone(), depth(t))).collect()
     }
 
     fn grant(&mut self) -> Option<Granted<W>> {
         if self.order.is_empty() || self.total.running >= self.running_max {
             return None;
         }
-        let may_run =
-            |name: &Arc<str>| self.tenants.get(name).is_some_and(|t| t.running < t.account.limits.concurrency_max);
-        let (pass, name) = self.order.iter().find(|(_, name)| may_run(name)).cloned()?;
-        self.order.remove(&(pass, name.clone()));
+        let may_run = |slot: Slot| self.tenants.get(slot).is_some_and(|t| t.running < t.account.limits.concurrency_max);
+        let (pass, slot) = self.order.iter().find(|(_, slot)| may_run(*slot)).copied()?;
+        self.order.remove(&(pass, slot));
         self.total.waiting -= 1;
-        let state = self.tenants.get_mut(&name)?;
+        let state = self.tenants.get_mut(slot)?;
         let granted = state.waiting.pop_front()?;
         self.pass_now = state.start(self.pass_now);
         self.total.running += 1;
         if !state.waiting.is_empty() {
-            self.order.insert((state.pass, name));
+            self.order.insert((state.pass, slot));
         }
         Some(granted)
     }
 
     fn tenant(&mut self, name: &str, now: Duration) -> &mut Tenant<W> {
-        if !self.tenants.contains_key(name) {
-            if self.tenants.len() >= TENANTS_MAX {
-                let held = |t: &Tenant<W>| Arc::strong_count(&t.account) > 1;
-                self.tenants.retain(|_, t| t.running > 0 || !t.waiting.is_empty() || held(t) || !t.bucket.is_full(now));
-            }
-            let limits = (self.limits_of)(name);
-            let name: Arc<str> = name.into();
-            let account = Account { name: name.clone(), limits, memory_used_bytes: AtomicU64::new(0) };
-            let bucket =
-                Bucket { tokens: f64::from(account.limits.rate_burst), at: now, limits: account.limits.clone() };
-            let account = Arc::new(account);
-            let fresh = Tenant { account, bucket, running: 0, waiting: VecDeque::new(), pass: 0 };
-            return self.tenants.entry(name).or_insert(fresh);
+        let slot = match self.slots.get(name) {
+            Some(slot) => *slot,
+            None => self.newcomer(name, now),
+        };
+        &mut self.tenants[slot]
+    }
+
+    fn newcomer(&mut self, name: &str, now: Duration) -> Slot {
+        if self.tenants.len() >= TENANTS_MAX {
+            let held = |t: &Tenant<W>| Arc::strong_count(&t.account) > 1;
+            let is_busy = |t: &Tenant<W>| t.running > 0 || !t.waiting.is_empty() || held(t);
+            self.tenants.retain(|_, t| is_busy(t) || !t.bucket.is_full(now));
+            self.slots.retain(|_, slot| self.tenants.contains(*slot));
         }
-        // The entry exists; looking it up again is what lets the borrow end above.
-        self.tenants.get_mut(name).expect("checked above")
+        let name: Arc<str> = name.into();
+        let limits = (self.limits_of)(&name);
+        let bucket = Bucket { tokens: f64::from(limits.rate_burst), at: now, limits: limits.clone() };
+        let entry = self.tenants.vacant_entry();
+        let slot = entry.key();
+        let account = Arc::new(Account { name: name.clone(), limits, memory_used_bytes: AtomicU64::new(0), slot });
+        entry.insert(Tenant { account, bucket, running: 0, waiting: VecDeque::new(), pass: 0 });
+        self.slots.insert(name, slot);
+        slot
     }
 }
 
@@ -271,6 +282,11 @@ mod tests {
         queue.arrive(tenant, Duration::ZERO, || waiter)
     }
 
+    fn depart(queue: &mut Queue<&'static str>, tenant: &str) -> Option<Granted<&'static str>> {
+        let account = queue.account(tenant, Duration::ZERO);
+        queue.depart(account.slot)
+    }
+
     #[test]
     fn a_freed_place_goes_round_the_tenants_not_down_the_line() {
         let mut q = queue(1, Limits::default());
@@ -279,8 +295,8 @@ mod tests {
             assert!(matches!(arrive(&mut q, "flood", waiter), Decision::Waiting(..)));
         }
         assert!(matches!(arrive(&mut q, "quiet", "q1"), Decision::Waiting(..)));
-        assert_eq!(q.depart("flood").unwrap().waiter, "q1");
-        assert_eq!(q.depart("quiet").unwrap().waiter, "f1");
+        assert_eq!(depart(&mut q, "flood").unwrap().waiter, "q1");
+        assert_eq!(depart(&mut q, "quiet").unwrap().waiter, "f1");
     }
 
     #[test]
@@ -295,7 +311,7 @@ mod tests {
         let mut running = "light";
         let mut heavy = 0;
         for _ in 0..40 {
-            running = q.depart(running).unwrap().waiter;
+            running = depart(&mut q, running).unwrap().waiter;
             heavy += usize::from(running == "heavy");
         }
         assert!((29..=31).contains(&heavy), "{heavy} of 40 places went to weight 3 of 4");
@@ -311,8 +327,8 @@ mod tests {
             Decision::Rejected(Rejection::TenantBusy { running: 1, queued: 1, .. })
         ));
         assert!(matches!(arrive(&mut q, "b", ""), Decision::Admitted(_)));
-        assert_eq!(q.depart("b"), None, "a is at its limit, so nobody may take the place");
-        assert_eq!(q.depart("a").unwrap().waiter, "a2");
+        assert_eq!(depart(&mut q, "b"), None, "a is at its limit, so nobody may take the place");
+        assert_eq!(depart(&mut q, "a").unwrap().waiter, "a2");
     }
 
     #[test]
@@ -321,9 +337,10 @@ mod tests {
         arrive(&mut q, "a", "");
         let Decision::Waiting(first, _) = arrive(&mut q, "a", "a1") else { panic!("should wait") };
         let Decision::Waiting(second, _) = arrive(&mut q, "a", "a2") else { panic!("should wait") };
-        assert!(q.give_up("a", first));
-        assert_eq!(q.depart("a").unwrap().ticket, second);
-        assert!(!q.give_up("a", second), "already granted: it must depart instead");
+        let account = q.account("a", Duration::ZERO);
+        assert!(q.give_up(&account, first));
+        assert_eq!(depart(&mut q, "a").unwrap().ticket, second);
+        assert!(!q.give_up(&account, second), "already granted: it must depart instead");
         assert_eq!(q.depth(), Depth { running: 1, waiting: 0 });
     }
 
@@ -344,8 +361,9 @@ mod tests {
         for n in 0..TENANTS_MAX * 2 {
             let name = format!("t{n}");
             assert!(matches!(q.arrive(&name, Duration::ZERO, || ""), Decision::Admitted(_)));
-            q.depart(&name);
+            depart(&mut q, &name);
         }
         assert!(q.tenants.len() <= TENANTS_MAX + 1, "{}", q.tenants.len());
+        assert_eq!(q.slots.len(), q.tenants.len());
     }
 }

@@ -64,7 +64,10 @@ fn simulate(seed: u64, flood_every_us: Option<u64>) -> Run {
                     }
                 }
             }
-            Event::Departure { tenant } => queue.depart(names[tenant]).map(|granted| granted.waiter),
+            Event::Departure { tenant } => {
+                let account = queue.account(names[tenant], Duration::from_micros(now));
+                queue.depart(account.slot).map(|granted| granted.waiter)
+            }
         };
         if let Some((tenant, call)) = starts {
             let done = now + rng.random_range(SERVICE_US);

@@ -483,28 +483,34 @@ pub(crate) struct Serving {
 }
 
 impl Serving {
-    /// Chooses the revision: by weight where traffic is split.
-    pub(crate) fn of(function: &Arc<FunctionRecord>) -> Option<Serving> {
-        let revision = match function.traffic.as_slice() {
-            [only] => &only.revision,
-            shares => {
-                let total: u32 = shares.iter().map(|s| s.weight).sum();
-                let mut at = if total == 0 { return None } else { rand::rng().random_range(0..total) };
-                let hit = |share: &&Share| {
-                    let here = at < share.weight;
-                    at = at.wrapping_sub(share.weight);
-                    here
-                };
-                &shares.iter().find(hit)?.revision
-            }
-        };
-        let at = function.revisions.iter().position(|r| r.revision == *revision)?;
-        Some(Serving { function: function.clone(), at })
+    /// Chooses the revision: by weight where traffic is split. Gives the function back where none has any.
+    pub(crate) fn of(function: Arc<FunctionRecord>) -> Result<Serving, Arc<FunctionRecord>> {
+        match chosen(&function) {
+            Some(at) => Ok(Serving { function, at }),
+            None => Err(function),
+        }
     }
 
     pub(crate) fn revision(&self) -> &RevisionRecord {
         &self.function.revisions[self.at]
     }
+}
+
+fn chosen(function: &FunctionRecord) -> Option<usize> {
+    let revision = match function.traffic.as_slice() {
+        [only] => &only.revision,
+        shares => {
+            let total: u32 = shares.iter().map(|s| s.weight).sum();
+            let mut at = if total == 0 { return None } else { rand::rng().random_range(0..total) };
+            let hit = |share: &&Share| {
+                let here = at < share.weight;
+                at = at.wrapping_sub(share.weight);
+                here
+            };
+            &shares.iter().find(hit)?.revision
+        }
+    };
+    function.revisions.iter().position(|r| r.revision == *revision)
 }
 
 impl Drop for Pinned<'_> {

@@ -2,27 +2,12 @@
 //! memory is created or grown.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use wasmtime::ResourceLimiter;
 
-use super::stdio::Captured;
-use crate::admission::Account;
+use super::running::RunningCall;
 use crate::engine;
-
-/// What one call used and wrote, readable while it runs and after its store is gone.
-#[derive(Debug, Default)]
-pub(crate) struct Meter {
-    pub cpu_ns: AtomicU64,
-    pub memory_peak_bytes: AtomicU64,
-    pub captured: Captured,
-}
-
-impl Meter {
-    pub(crate) fn add_cpu(&self, spent: std::time::Duration) {
-        self.cpu_ns.fetch_add(u64::try_from(spent.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Refused {
@@ -31,30 +16,32 @@ pub(crate) enum Refused {
 }
 
 pub(crate) struct Budget {
-    account: Arc<Account>,
+    /// The call it is spent for; its account is the tenant's.
+    pub call: Arc<RunningCall>,
     memory_bytes_max: u64,
     memory_bytes: u64,
     /// The last growth, taken back if it fails after we agreed to it.
     last_growth_bytes: u64,
-    pub meter: Arc<Meter>,
     pub refused: Option<Refused>,
 }
 
 impl Budget {
-    pub(crate) fn new(account: Arc<Account>, memory_bytes_max: u64, meter: Arc<Meter>) -> Budget {
-        Budget { account, memory_bytes_max, memory_bytes: 0, last_growth_bytes: 0, meter, refused: None }
+    pub(crate) fn new(call: Arc<RunningCall>) -> Budget {
+        let memory_bytes_max = call.memory_bytes_max();
+        Budget { call, memory_bytes_max, memory_bytes: 0, last_growth_bytes: 0, refused: None }
     }
 
-    /// Hands a reused instance to its next call.
-    pub(crate) fn rebind(&mut self, meter: Arc<Meter>) {
-        meter.memory_peak_bytes.store(self.memory_bytes, Ordering::Relaxed);
-        self.meter = meter;
+    /// Hands a reused instance to its next call, of the same function.
+    pub(crate) fn rebind(&mut self, call: Arc<RunningCall>) {
+        call.used.memory_peak_bytes.store(self.memory_bytes, Ordering::Relaxed);
+        // The tenant's account is the same one: it is not forgotten while an instance holds it.
+        self.call = call;
         self.refused = None;
     }
 
     fn give_back(&mut self, bytes: u64) {
         self.memory_bytes -= bytes;
-        self.account.memory_used_bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.call.account.memory_used_bytes.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 
@@ -66,15 +53,16 @@ impl ResourceLimiter for Budget {
             self.refused = Some(Refused::InstanceLimit { asked_bytes: total });
             return Ok(false);
         }
-        let limit = self.account.limits.tenant_memory_bytes_max;
+        let account = &self.call.account;
+        let limit = account.limits.tenant_memory_bytes_max;
         let charge = |used: u64| used.checked_add(more).filter(|sum| *sum <= limit);
-        if self.account.memory_used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, charge).is_err() {
+        if account.memory_used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, charge).is_err() {
             self.refused = Some(Refused::TenantLimit);
             return Ok(false);
         }
         self.memory_bytes = total;
         self.last_growth_bytes = more;
-        self.meter.memory_peak_bytes.fetch_max(total, Ordering::Relaxed);
+        self.call.used.memory_peak_bytes.fetch_max(total, Ordering::Relaxed);
         Ok(true)
     }
 
@@ -85,7 +73,7 @@ impl ResourceLimiter for Budget {
     }
 
     fn table_growing(&mut self, _current: usize, desired: usize, _max: Option<usize>) -> wasmtime::Result<bool> {
-        Ok(desired <= self.account.limits.table_elements_max as usize)
+        Ok(desired <= self.call.account.limits.table_elements_max as usize)
     }
 
     fn instances(&self) -> usize {

@@ -1,7 +1,7 @@
 //! Calling the exports of a core module.
 
 use serde_json::Value;
-use wasmtime::{ExternType, FuncType, Instance, Module, Store, Val};
+use wasmtime::{Extern, ExternType, FuncType, Instance, Module, ModuleExport, Store, Val, ValType};
 
 use super::component::missing;
 use super::state::State;
@@ -13,11 +13,16 @@ use crate::failure::Rejection;
 pub(crate) struct CoreExport {
     pub name: String,
     pub ty: FuncType,
+    params: Vec<ValType>,
+    index: ModuleExport,
 }
 
 pub(crate) fn exports(module: &Module) -> Vec<CoreExport> {
     let function = |export: wasmtime::ExportType<'_>| match export.ty() {
-        ExternType::Func(ty) => Some(CoreExport { name: export.name().to_owned(), ty }),
+        ExternType::Func(ty) => {
+            let index = module.get_export_index(export.name())?;
+            Some(CoreExport { name: export.name().to_owned(), params: ty.params().collect(), ty, index })
+        }
         _ => None,
     };
     module.exports().filter_map(function).collect()
@@ -41,13 +46,12 @@ pub(crate) fn prepare(
         Value::Array(values) => values,
         _ => return Err(Rejection::InvalidArgs { why: "args: expected an array of arguments".to_owned() }),
     };
-    if values.len() != export.ty.params().len() {
-        let (expected, given) = (export.ty.params().len(), values.len());
+    if values.len() != export.params.len() {
+        let (expected, given) = (export.params.len(), values.len());
         return Err(Rejection::WrongArgCount { export: export.name.clone(), expected, given });
     }
     let root = Path::root("args");
-    let decoded =
-        values.iter().zip(export.ty.params()).enumerate().map(|(i, (v, ty))| decode_core(v, &ty, root.index(i)));
+    let decoded = values.iter().zip(&export.params).enumerate().map(|(i, (v, ty))| decode_core(v, ty, root.index(i)));
     let decoded = decoded.collect::<Result<_, _>>().map_err(|e| Rejection::InvalidArgs { why: e.to_string() })?;
     Ok((at, decoded))
 }
@@ -58,8 +62,9 @@ pub(crate) async fn call(
     export: &CoreExport,
     args: &[Val],
 ) -> Result<Value, GuestError> {
-    let function =
-        instance.get_func(&mut *store, &export.name).ok_or_else(|| missing(&export.name, std::iter::empty()))?;
+    let Some(Extern::Func(function)) = instance.get_module_export(&mut *store, &export.index) else {
+        return Err(missing(&export.name, std::iter::empty()).into());
+    };
     let mut results = vec![Val::I32(0); export.ty.results().len()];
     function.call_async(store, args, &mut results).await.map_err(|e| fault(&e))?;
     Ok(match results.as_slice() {

@@ -1,7 +1,7 @@
 //! Guests: what runs inside an instance and everything it is given.
 //!
-//! `state.rs` is what a store holds, `budget.rs` the memory it may take, `stdio.rs` where its output goes, `value.rs`
-//! the JSON its exports are called with. The siblings `core.rs`, `component.rs`, `command.rs` and `http.rs` each call one
+//! `running.rs` is the call a guest runs for, `state.rs` what its store holds, `budget.rs` the memory it may take,
+//! `stdio.rs` where its output goes, `value.rs` the JSON its exports are called with. The siblings `core.rs`, `component.rs`, `command.rs` and `http.rs` each call one
 //! kind of guest, and `supervise.rs` drives any of them under a deadline. Nothing here knows tenants' queues or routes.
 
 pub(crate) mod budget;
@@ -9,6 +9,7 @@ pub(crate) mod command;
 pub(crate) mod component;
 pub(crate) mod core;
 pub mod http;
+pub(crate) mod running;
 pub(crate) mod state;
 pub(crate) mod stdio;
 pub(crate) mod supervise;

@@ -6,7 +6,6 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use bytes::Bytes;
 use parking_lot::Mutex;
 use wasmtime::component::ResourceTable;
 use wasmtime::{Store, UpdateDeadline};
@@ -15,13 +14,10 @@ use wasmtime_wasi::p2::pipe::MemoryInputPipe;
 use wasmtime_wasi::{WasiCtx, WasiCtxView, WasiView};
 use wasmtime_wasi_http::{WasiHttpCtx, WasiHttpCtxView, WasiHttpHooks, WasiHttpView};
 
-use super::budget::{Budget, Meter};
-use super::http::Outbound;
+use super::budget::Budget;
+use super::running::{Given, RunningCall, Surroundings};
 use super::stdio::{Output, Sink, Which};
 use super::supervise;
-use crate::admission::Account;
-use crate::catalog::Serving;
-use crate::engine::Ticking;
 use crate::failure::Fault;
 
 /// Handles (streams, pollables, headers, files…) a component may hold at once: they are host memory.
@@ -30,51 +26,29 @@ const HANDLES_MAX: usize = 10_000;
 /// Bytes of HTTP header fields a guest may build.
 const HEADER_BYTES_MAX: usize = 64 << 10;
 
-/// What a call gives its guest.
-#[derive(Clone)]
-pub(crate) struct Environment {
-    pub account: Arc<Account>,
-    pub memory_bytes_max: u64,
-    pub deadline: Instant,
-    pub deadline_ms: u64,
-    pub serving: Serving,
-    pub args: Vec<String>,
-    pub stdin: Bytes,
-    pub stdout: Sink,
-    pub stderr: Sink,
-    pub meter: Arc<Meter>,
-    pub outbound: Arc<Outbound>,
-    /// Whether an instance of an earlier call will do, and this one for a later call.
-    pub may_reuse: bool,
-}
-
 /// The data of every store, whatever the guest.
 pub(crate) struct State {
     pub budget: Budget,
-    pub deadline: Instant,
-    pub deadline_ms: u64,
-    /// The meter the output streams write to, once there are any; swapped when a reused instance gets its next call.
-    output_meter: Option<Arc<Mutex<Arc<Meter>>>>,
-    pub serving: Serving,
-    args: Vec<String>,
-    stdin: Bytes,
-    stdout: Sink,
-    stderr: Sink,
+    deadline: Instant,
+    /// The call the output streams write for, once there are any; swapped when a reused instance gets its next one.
+    writing_for: Option<Arc<Mutex<Arc<RunningCall>>>>,
+    /// None: no arguments, no input, output to the log.
+    given: Option<Box<Given>>,
     // Boxed: a store's data is moved into place, and most guests have neither.
     p1: Option<Box<WasiP1Ctx>>,
     wasi: Option<Box<WasiCtx>>,
     table: ResourceTable,
     http: WasiHttpCtx,
     hooks: Hooks,
-    /// Held while a call runs; a kept instance lets the clock rest.
-    pub ticking: Option<Ticking>,
+    is_counted: bool,
 }
 
 /// Decides which outgoing requests a guest may make.
-struct Hooks(Arc<Outbound>);
+#[derive(Default)]
+struct Hooks(Option<Arc<Surroundings>>);
 
 /// A store whose guest is interrupted every tick and stopped at its deadline.
-pub(crate) fn store(engine: &wasmtime::Engine, environment: Environment, ticking: Ticking) -> Store<State> {
+pub(crate) fn store(engine: &wasmtime::Engine, call: &Arc<RunningCall>, given: Option<Box<Given>>) -> Store<State> {
     let mut http = WasiHttpCtx::new();
     http.set_field_size_limit(HEADER_BYTES_MAX);
     let mut table = ResourceTable::new();
@@ -82,21 +56,16 @@ pub(crate) fn store(engine: &wasmtime::Engine, environment: Environment, ticking
     let mut store = Store::new(
         engine,
         State {
-            budget: Budget::new(environment.account, environment.memory_bytes_max, environment.meter.clone()),
-            deadline: environment.deadline,
-            deadline_ms: environment.deadline_ms,
-            output_meter: None,
-            serving: environment.serving,
-            args: environment.args,
-            stdin: environment.stdin,
-            stdout: environment.stdout,
-            stderr: environment.stderr,
+            budget: Budget::new(call.clone()),
+            deadline: call.deadline(),
+            writing_for: None,
+            given,
             p1: None,
             wasi: None,
             table,
             http,
-            hooks: Hooks(environment.outbound),
-            ticking: Some(ticking),
+            hooks: Hooks::default(),
+            is_counted: false,
         },
     );
     store.limiter(|state| &mut state.budget);
@@ -104,7 +73,7 @@ pub(crate) fn store(engine: &wasmtime::Engine, environment: Environment, ticking
     store.epoch_deadline_callback(|context| {
         let state = context.data();
         if Instant::now() >= state.deadline {
-            return Err(wasmtime::Error::new(Fault::Deadline { deadline_ms: state.deadline_ms }));
+            return Err(wasmtime::Error::new(Fault::Deadline { deadline_ms: state.call().deadline_ms }));
         }
         supervise::slice_ended();
         Ok(UpdateDeadline::Yield(1))
@@ -113,13 +82,31 @@ pub(crate) fn store(engine: &wasmtime::Engine, environment: Environment, ticking
 }
 
 impl State {
+    /// Counts the instance, which now exists, until its store is gone.
+    pub(crate) fn count(&mut self) {
+        let metrics = &self.call().surroundings.metrics;
+        metrics.instance_spawns.inc();
+        metrics.active_instances.inc();
+        self.is_counted = true;
+    }
+
+    /// The call it runs, or ran last.
+    pub(crate) fn call(&self) -> &Arc<RunningCall> {
+        &self.budget.call
+    }
+
+    /// Takes back what a store was given whose instance could not be made.
+    pub(crate) fn take_given(&mut self) -> Option<Box<Given>> {
+        self.given.take()
+    }
+
     /// Hands a reused instance to its next call.
-    pub(crate) fn rebind(&mut self, deadline: Instant, deadline_ms: u64, meter: Arc<Meter>) {
-        (self.deadline, self.deadline_ms) = (deadline, deadline_ms);
-        if let Some(output) = &self.output_meter {
-            *output.lock() = meter.clone();
+    pub(crate) fn rebind(&mut self, call: &Arc<RunningCall>) {
+        self.deadline = call.deadline();
+        if let Some(writing_for) = &self.writing_for {
+            *writing_for.lock() = call.clone();
         }
-        self.budget.rebind(meter);
+        self.budget.rebind(call.clone());
     }
 
     pub(crate) fn p1(&mut self) -> &mut WasiP1Ctx {
@@ -130,19 +117,35 @@ impl State {
     }
 
     fn builder(&mut self) -> wasmtime_wasi::WasiCtxBuilder {
-        let current = &self.budget.meter;
-        let meter = self.output_meter.get_or_insert_with(|| Arc::new(Mutex::new(current.clone())));
-        let output = |which, sink: &Sink| Output { sink: sink.clone(), which, meter: meter.clone() };
+        let call = &self.budget.call;
+        let writing_for = self.writing_for.get_or_insert_with(|| Arc::new(Mutex::new(call.clone())));
+        let output = |which, sink: Sink| Output { sink, which, call: writing_for.clone() };
         let mut builder = WasiCtx::builder();
-        builder.stdout(output(Which::Stdout, &self.stdout)).stderr(output(Which::Stderr, &self.stderr));
-        if !self.stdin.is_empty() {
-            builder.stdin(MemoryInputPipe::new(std::mem::take(&mut self.stdin)));
+        builder.stderr(output(Which::Stderr, call.log_sink()));
+        match self.given.take() {
+            None => drop(builder.stdout(output(Which::Stdout, call.log_sink()))),
+            Some(given) => {
+                let Given { args, stdin, stdout } = *given;
+                builder.stdout(output(Which::Stdout, stdout)).args(&args);
+                if !stdin.is_empty() {
+                    builder.stdin(MemoryInputPipe::new(stdin));
+                }
+            }
         }
-        for (name, value) in &self.serving.revision().settings.env {
+        for (name, value) in &call.serving.revision().settings.env {
             builder.env(name, value);
         }
-        builder.args(&self.args);
         builder
+    }
+}
+
+impl Drop for State {
+    fn drop(&mut self) {
+        if self.is_counted {
+            let metrics = &self.call().surroundings.metrics;
+            metrics.instance_terminations.inc();
+            metrics.active_instances.dec();
+        }
     }
 }
 
@@ -158,6 +161,7 @@ impl WasiView for State {
 
 impl WasiHttpView for State {
     fn http(&mut self) -> WasiHttpCtxView<'_> {
+        self.hooks.0.get_or_insert_with(|| self.budget.call.surroundings.clone());
         WasiHttpCtxView { ctx: &mut self.http, table: &mut self.table, hooks: &mut self.hooks }
     }
 }
@@ -177,7 +181,7 @@ impl WasiHttpHooks for Hooks {
         options: Option<wasmtime_wasi_http::RequestOptions>,
         _done: Box<dyn Future<Output = Result<(), wasmtime_wasi_http::Error>> + Send>,
     ) -> Box<dyn Future<Output = SentRequest> + Send> {
-        let allowed = self.0.allows(request.uri());
+        let allowed = self.0.as_ref().is_some_and(|surroundings| surroundings.outbound.allows(request.uri()));
         Box::new(async move {
             use http_body_util::BodyExt;
             if !allowed {

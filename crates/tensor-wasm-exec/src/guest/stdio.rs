@@ -4,7 +4,7 @@
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 use wasmtime_wasi::cli::{IsTerminal, StdoutStream};
 use wasmtime_wasi::p2::{OutputStream, Pollable, StreamError, StreamResult};
 
-use super::budget::Meter;
+use super::running::RunningCall;
 use crate::failure::Fault;
 
 /// What a guest may write at once; it asks again for more.
@@ -23,10 +23,18 @@ const WRITE_BYTES_MAX: usize = 64 << 10;
 /// Everything kept of a call's output.
 #[derive(Debug, Default)]
 pub(crate) struct Captured {
+    /// Something was written; looked at after every call, where two locks would be felt.
+    has_output: AtomicBool,
     pub stdout: Mutex<Vec<u8>>,
     pub stderr: Mutex<Vec<u8>>,
     /// Bytes beyond the limit, counted and dropped.
     pub dropped_bytes: AtomicU64,
+}
+
+impl Captured {
+    pub(crate) fn is_empty(&self) -> bool {
+        !self.has_output.load(Ordering::Acquire)
+    }
 }
 
 /// What becomes of what the guest writes to one stream.
@@ -51,15 +59,18 @@ pub(crate) enum Which {
 pub(crate) struct Output {
     pub sink: Sink,
     pub which: Which,
-    pub meter: Arc<Mutex<Arc<Meter>>>,
+    /// The call it writes for; swapped when a reused instance gets its next one.
+    pub call: Arc<Mutex<Arc<RunningCall>>>,
 }
 
 impl Output {
     fn accept(&self, bytes: &[u8]) -> Result<(), Fault> {
-        let meter = self.meter.lock().clone();
+        let call = self.call.lock().clone();
+        let captured = &call.used.captured;
+        captured.has_output.store(true, Ordering::Release);
         let mut kept = match self.which {
-            Which::Stdout => meter.captured.stdout.lock(),
-            Which::Stderr => meter.captured.stderr.lock(),
+            Which::Stdout => captured.stdout.lock(),
+            Which::Stderr => captured.stderr.lock(),
         };
         let (bytes_max, strict) = match &self.sink {
             Sink::Log { bytes_max } => (*bytes_max, false),
@@ -72,7 +83,7 @@ impl Output {
             if strict {
                 return Err(Fault::OutputTooLarge { bytes_max });
             }
-            meter.captured.dropped_bytes.fetch_add((bytes.len() - room) as u64, Ordering::Relaxed);
+            captured.dropped_bytes.fetch_add((bytes.len() - room) as u64, Ordering::Relaxed);
         }
         Ok(())
     }

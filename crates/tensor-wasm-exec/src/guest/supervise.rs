@@ -14,11 +14,10 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
-use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 use tokio::time::Sleep;
 
-use super::budget::Meter;
+use super::running::RunningCall;
 
 /// Time slices (of `engine::TICK`) a guest may compute on a serving thread. The first tick may come at once, so two
 /// mean between one and two milliseconds.
@@ -47,11 +46,11 @@ pub(crate) enum Stopped {
 /// A guest being driven. Dropping it stops the guest, wherever it runs.
 pub(crate) struct Supervised<T> {
     place: Place<T>,
-    deadline: Instant,
     timer: Option<Pin<Box<Sleep>>>,
+    /// When what leads up to the first poll began, if nothing was waited for since.
+    begun: Option<Instant>,
     slices: u32,
-    meter: Arc<Meter>,
-    background: Handle,
+    call: Arc<RunningCall>,
 }
 
 enum Place<T> {
@@ -61,26 +60,26 @@ enum Place<T> {
 }
 
 impl<T: Send + 'static> Supervised<T> {
-    pub(crate) fn new(guest: Guest<T>, deadline: Instant, meter: Arc<Meter>, background: Handle) -> Self {
-        Supervised { place: Place::Here(guest), deadline, timer: None, slices: 0, meter, background }
+    pub(crate) fn new(guest: Guest<T>, call: Arc<RunningCall>, begun: Option<Instant>) -> Self {
+        Supervised { place: Place::Here(guest), timer: None, begun, slices: 0, call }
     }
 
     /// Lets the guest go on by itself on the background runtime, until it ends, meets its deadline or `self` is dropped.
     pub(crate) fn detach(&mut self) {
         if let Place::Here(_) = &self.place {
             let Place::Here(guest) = std::mem::replace(&mut self.place, Place::Over) else { return };
-            let (deadline, meter) = (self.deadline, self.meter.clone());
+            let call = self.call.clone();
             let task = async move {
                 let mut guest = guest;
                 let driven = poll_fn(|cx| {
                     let before = thread_cpu();
                     let poll = poll_caught(&mut guest, cx);
-                    meter.add_cpu(thread_cpu().saturating_sub(before));
+                    call.add_cpu(thread_cpu().saturating_sub(before), Instant::now());
                     poll
                 });
-                tokio::time::timeout_at(deadline.into(), driven).await.unwrap_or(Err(Stopped::AtDeadline))
+                tokio::time::timeout_at(call.deadline().into(), driven).await.unwrap_or(Err(Stopped::AtDeadline))
             };
-            self.place = Place::Moved(AbortOnDrop(Some(self.background.spawn(task))));
+            self.place = Place::Moved(AbortOnDrop(Some(self.call.surroundings.background.spawn(task))));
         }
     }
 
@@ -101,10 +100,11 @@ impl<T: Send + 'static> Future for Supervised<T> {
             Place::Here(guest) => {
                 SLICE_ENDED.set(false);
                 // The clock of the thread is a system call, a tenth of an empty call. Here a poll is at most a slice long and
-                // hardly ever preempted, so the time it took is the time it computed.
-                let before = Instant::now();
+                // hardly ever preempted, so the time it took is the time it computed. Reading the other clock is felt too.
+                let before = this.begun.take().unwrap_or_else(Instant::now);
                 let poll = poll_caught(guest, cx);
-                this.meter.add_cpu(before.elapsed());
+                let now = Instant::now();
+                this.call.add_cpu(now - before, now);
                 poll
             }
             Place::Moved(AbortOnDrop(None)) => Poll::Pending,
@@ -126,7 +126,7 @@ impl<T: Send + 'static> Future for Supervised<T> {
             }
         }
         // Armed only now: most guests never wait.
-        let deadline = this.deadline;
+        let deadline = this.call.deadline();
         let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline.into())));
         timer.as_mut().poll(cx).map(|()| {
             this.place = Place::Over;

@@ -1,0 +1,100 @@
+//! One call while it runs: who it is for, what its guest is given, what it used. One allocation, shared by everything
+//! that takes part in the call, because counting a dozen references for each of a dozen parts took longer than the
+//! parts themselves.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use tokio::runtime::Handle;
+
+use super::http::Outbound;
+use super::stdio::{Captured, Sink};
+use crate::admission::Account;
+use crate::catalog::Serving;
+use crate::invoke::Usage;
+use crate::metrics::Metrics;
+
+/// What all calls of a runtime share and their guests may reach. Not the pool: kept instances hold their last call, so
+/// that would be a circle.
+pub(crate) struct Surroundings {
+    /// Which outgoing requests guests may make.
+    pub outbound: Outbound,
+    /// Where a guest goes on that computes for long.
+    pub background: Handle,
+    pub metrics: Arc<Metrics>,
+}
+
+pub(crate) struct RunningCall {
+    /// Ties the call to its trace, its logs and its audit line.
+    pub id: u128,
+    pub serving: Serving,
+    pub account: Arc<Account>,
+    pub surroundings: Arc<Surroundings>,
+    pub arrived: Instant,
+    /// Waiting for a permit.
+    pub queued: Duration,
+    pub deadline_ms: u64,
+    /// Whether an instance of an earlier call will do, and this one's for a later call.
+    pub may_reuse: bool,
+    pub used: Used,
+}
+
+/// What a call brings for its guest's WASI context. Held by the guest's store alone: a stream ends when its writer goes.
+pub(crate) struct Given {
+    pub args: Vec<String>,
+    pub stdin: Bytes,
+    pub stdout: Sink,
+}
+
+/// What a call used and wrote, readable while it runs and after its store is gone.
+#[derive(Debug, Default)]
+pub(crate) struct Used {
+    cpu_ns: AtomicU64,
+    /// From arrival to when the guest last gave its thread back.
+    seen_ns: AtomicU64,
+    pub memory_peak_bytes: AtomicU64,
+    pub captured: Captured,
+}
+
+impl RunningCall {
+    pub(crate) fn deadline(&self) -> Instant {
+        self.arrived + Duration::from_millis(self.deadline_ms)
+    }
+
+    pub(crate) fn memory_bytes_max(&self) -> u64 {
+        let asked = self.serving.revision().settings.memory_bytes.unwrap_or(u64::MAX);
+        asked.min(self.account.limits.memory_bytes_max)
+    }
+
+    /// stderr, and stdout where it is not the result.
+    pub(crate) fn log_sink(&self) -> Sink {
+        Sink::Log { bytes_max: self.account.limits.log_bytes_max }
+    }
+
+    /// Counts what the guest computed until `now`, when it gave its thread back.
+    pub(crate) fn add_cpu(&self, spent: Duration, now: Instant) {
+        self.used.cpu_ns.fetch_add(nanos(spent), Ordering::Relaxed);
+        self.used.seen_ns.store(nanos(now.saturating_duration_since(self.arrived)), Ordering::Relaxed);
+    }
+
+    /// The usage of a call that ended when its guest did.
+    pub(crate) fn usage(&self) -> Usage {
+        Usage {
+            cpu_us: self.used.cpu_ns.load(Ordering::Relaxed) / 1000,
+            wall_us: self.used.seen_ns.load(Ordering::Relaxed) / 1000,
+            queue_us: nanos(self.queued) / 1000,
+            memory_peak_bytes: self.used.memory_peak_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The usage of a call that was ended just now, whatever its guest was doing.
+    pub(crate) fn usage_now(&self) -> Usage {
+        Usage { wall_us: nanos(self.arrived.elapsed()) / 1000, ..self.usage() }
+    }
+}
+
+fn nanos(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
