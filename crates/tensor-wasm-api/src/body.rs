@@ -101,7 +101,7 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
     let mut rest = BytesMut::new();
     let mut total = 0;
     // A byte now and then is never a long pause; the body as a whole has a limit too.
-    let limit = Duration::from_millis(gateway.runtime.config.server.body_ms_max);
+    let limit = gateway.body_limit();
     let until = tokio::time::Instant::now() + limit;
     let too_slow = |_| {
         let message = format!("the request body was not there within {} ms ([server] body_ms_max)", limit.as_millis());
@@ -130,12 +130,61 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
     Ok(Whole { bytes, _share: share })
 }
 
+/// A body as the routes get it. What a route leaves unread comes back when the route drops it, because a client that is
+/// still sending hears no answer: its connection would break off under it.
+struct Lent {
+    body: Body,
+    unread: Unread,
+}
+
+/// Where a body comes back that was not read to its end.
+pub(crate) type Unread = Arc<Mutex<Option<Body>>>;
+
+/// Takes the body's end into account; `None` for requests without one.
+pub(crate) fn lend(request: &mut axum::extract::Request) -> Option<Unread> {
+    if request.body().is_end_stream() {
+        return None;
+    }
+    let unread = Unread::default();
+    let body = std::mem::take(request.body_mut());
+    *request.body_mut() = Body::new(Lent { body, unread: unread.clone() });
+    Some(unread)
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if !self.body.is_end_stream() {
+            *self.unread.lock() = Some(std::mem::take(&mut self.body));
+        }
+    }
+}
+
+impl http_body::Body for Lent {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
 /// Reads a body to its end, or as much of it as a module may have, and forgets it.
-pub(crate) async fn discard(body: Body, idle: Duration) {
+pub(crate) async fn discard(gateway: &Gateway, body: Body) {
     const DISCARDED_BYTES_MAX: usize = 64 << 20;
-    let mut body = Patient::new(body, idle);
+    // Who pauses is not in the middle of a write, and may be waiting for the answer.
+    const PAUSE_MAX: Duration = Duration::from_secs(1);
+    let mut body = Patient::new(body, gateway.body_idle().min(PAUSE_MAX));
     let mut total = 0;
-    while let Some(Ok(frame)) = body.frame().await {
+    let until = tokio::time::Instant::now() + gateway.body_limit();
+    while let Ok(Some(Ok(frame))) = tokio::time::timeout_at(until, body.frame()).await {
         total += frame.data_ref().map_or(0, Bytes::len);
         if total > DISCARDED_BYTES_MAX {
             return;

@@ -14,7 +14,7 @@ use tracing::Instrument;
 
 use crate::audit::{Audit, Line};
 use crate::auth::Tokens;
-use crate::body::Held;
+use crate::body::{self, Held};
 use crate::error::{ApiError, ErrorKind};
 use crate::linger;
 use crate::metrics::HttpMetrics;
@@ -36,6 +36,10 @@ pub(crate) struct Gateway {
 pub(crate) type Shared = Arc<Gateway>;
 
 impl Gateway {
+    pub(crate) fn body_limit(&self) -> Duration {
+        Duration::from_millis(self.runtime.config.server.body_ms_max)
+    }
+
     pub(crate) fn body_idle(&self) -> Duration {
         Duration::from_millis(self.runtime.config.server.body_idle_ms_max)
     }
@@ -63,6 +67,7 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
         trace.adopt(&span);
     }
     request.extensions_mut().insert(trace);
+    let unread = body::lend(&mut request);
     let in_flight = InFlight::new(&gateway);
     let mut response = next.run(request).instrument(span.clone()).await;
     drop(in_flight);
@@ -83,6 +88,10 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
         let duration_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
         let status = status.as_u16();
         gateway.audit.line(&Line { event, tenant, subject, trace_id: &trace_id, status, error, duration_us });
+    }
+    let left = unread.and_then(|unread| unread.lock().take());
+    if let Some(body) = left {
+        body::discard(&gateway, body).await;
     }
     // With more connections the other cores are in use, or about to be.
     if gateway.open.load(Ordering::Relaxed) <= gateway.cores / 2 {

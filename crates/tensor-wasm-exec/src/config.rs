@@ -38,7 +38,7 @@ pub struct Server {
     pub header_read_ms_max: u64,
     /// A request body may pause no longer than this between two pieces.
     pub body_idle_ms_max: u64,
-    /// A request body that is collected before the call must be there within this.
+    /// A request body that is collected (all but those streamed to a guest; a deploy's too) must be whole within this.
     pub body_ms_max: u64,
     /// Request bodies other than a deploy's.
     pub body_bytes_max: usize,

@@ -21,11 +21,11 @@ use crate::config::Limits;
 use crate::failure::{Bug, Failure, Fault, Rejection};
 use crate::guest::component::Args;
 use crate::guest::http::{self, Exchange};
-use crate::guest::running::{Given, RunningCall, Used};
+use crate::guest::running::{Given, RunningCall, Surroundings, Used};
 use crate::guest::stdio::Sink;
 use crate::guest::supervise::{Stopped, Supervised};
 use crate::guest::{GuestError, command, component, core};
-use crate::pool::{Entry, Instance, Lease, Loaded};
+use crate::pool::{Entry, Instance, Lease, Loaded, Pool};
 use crate::runtime::Runtime;
 
 /// No call waits in line longer than this, whatever its own deadline.
@@ -69,10 +69,10 @@ pub enum Output {
 /// What a call cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// CPU time of the guest and of the host functions it called. Exact once a call has moved to the background; before, the
-    /// time its slices took on the serving thread.
+    /// CPU time of the guest, of the host functions it called and of what was done to start it. Exact once a call has moved
+    /// to the background; before, the time its slices took on the serving thread.
     pub cpu_us: u64,
-    /// From arrival to now, waiting included.
+    /// From arrival to the end (to the response's head, for HTTP), waiting included.
     pub wall_us: u64,
     /// Waiting for a permit.
     pub queue_us: u64,
@@ -122,12 +122,13 @@ impl Runtime {
             serving,
             used: Used::default(),
         });
-        let guest = Guest { runtime: self.shared()?, loaded, permit, call: call.clone(), given };
+        let guest = Guest { pool: self.pool.clone(), loaded, permit, call: call.clone(), given };
         let ended = match entered {
             Entered::Http(request) => Box::pin(self.exchange(guest, request, begun)).await,
             Entered::Call(entered) => self.call(guest, entered, begun).await,
         };
         match ended {
+            Ok(output @ Output::Response(_)) => Ok(Outcome { output, usage: call.usage_now(), call }),
             Ok(output) => Ok(Outcome { output, usage: call.usage(), call }),
             Err(failed) => Err(failed.into_failure(call.usage_now())),
         }
@@ -274,7 +275,7 @@ fn prepare(entry: &Entry, call: Call, limits: &Limits) -> Result<(Entered, Optio
 
 /// Everything a guest needs to run by itself, on whatever thread.
 struct Guest {
-    runtime: Arc<Runtime>,
+    pool: Arc<Pool>,
     loaded: Arc<Loaded>,
     permit: Permit,
     call: Arc<RunningCall>,
@@ -283,14 +284,14 @@ struct Guest {
 
 impl Guest {
     async fn run(self, entered: GuestCall) -> Result<Output, GuestError> {
-        let Guest { runtime, loaded, permit, call, given } = self;
-        let mut settlement = Settlement::new(&runtime, &call);
+        let Guest { pool, loaded, permit, call, given } = self;
+        let mut settlement = Settlement::new(&call);
         let result = async {
-            let _ticking = runtime.pool.engines.clock().ticking();
-            let mut lease = runtime.pool.lease(&loaded, permit, &call, given).await?;
+            let _ticking = pool.engines.clock().ticking();
+            let mut lease = pool.lease(&loaded, permit, &call, given).await?;
             let output = call_in(&mut lease, &loaded.entry, entered, &call.used).await?;
             if call.serving.revision().settings.reuse && call.may_reuse {
-                runtime.pool.keep(&loaded, &call.serving.function.id, lease);
+                pool.keep(&loaded, &call.serving.function.id, lease);
             }
             Ok(output)
         }
@@ -300,18 +301,18 @@ impl Guest {
     }
 
     async fn exchange(self, exchange: Exchange) -> Result<(), GuestError> {
-        let Guest { runtime, loaded, permit, call, given } = self;
-        let mut settlement = Settlement::new(&runtime, &call);
+        let Guest { pool, loaded, permit, call, given } = self;
+        let mut settlement = Settlement::new(&call);
         let result = async {
-            let _ticking = runtime.pool.engines.clock().ticking();
-            let mut lease = runtime.pool.lease(&loaded, permit, &call, given).await?;
+            let _ticking = pool.engines.clock().ticking();
+            let mut lease = pool.lease(&loaded, permit, &call, given).await?;
             match &mut lease.instance {
                 Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
                 Instance::HttpP3(service) => Box::pin(http::p3(&mut lease.store, service, exchange)).await?,
                 _ => return Err(mismatched()),
             }
             match call.serving.revision().settings.reuse {
-                true => runtime.pool.keep(&loaded, &call.serving.function.id, lease),
+                true => pool.keep(&loaded, &call.serving.function.id, lease),
                 // Resetting an instance takes about a tenth of a hello's time. On this thread's queue it happens after the
                 // response has left.
                 false => drop(tokio::spawn(async move { drop(lease) })),
@@ -371,14 +372,13 @@ fn mismatched() -> GuestError {
 
 /// Settles a call when it is over, however it ended: keeps its output for `logs` and counts its fault.
 struct Settlement<'a> {
-    runtime: &'a Runtime,
     call: &'a RunningCall,
     ended: Option<Result<(), GuestError>>,
 }
 
 impl<'a> Settlement<'a> {
-    fn new(runtime: &'a Runtime, call: &'a RunningCall) -> Self {
-        Settlement { runtime, call, ended: None }
+    fn new(call: &'a RunningCall) -> Self {
+        Settlement { call, ended: None }
     }
 
     fn end<T>(&mut self, result: &Result<T, GuestError>) {
@@ -392,7 +392,7 @@ impl<'a> Settlement<'a> {
 
 impl Drop for Settlement<'_> {
     fn drop(&mut self) {
-        let metrics = &self.runtime.metrics;
+        let Surroundings { metrics, logs, .. } = &*self.call.surroundings;
         let fault = match self.ended.take() {
             Some(Ok(())) => None,
             Some(Err(GuestError::Rejected(rejection))) => Some(rejection.to_string()),
@@ -406,6 +406,6 @@ impl Drop for Settlement<'_> {
         if dropped > 0 {
             metrics.log_bytes_dropped.inc_by(dropped);
         }
-        self.runtime.logs.keep(self.call, fault);
+        logs.keep(self.call, fault);
     }
 }

@@ -528,6 +528,7 @@ impl Runtime {
             deadline: None,
         };
         let result = tokio::select! {
+            biased;
             result = self.invoke(invocation) => Ok(result),
             stop = stop.wait_for(Option::is_some) => Err(stop.ok().and_then(|stop| *stop).unwrap_or(Stop::Suspended)),
         };
@@ -536,7 +537,15 @@ impl Runtime {
             job.attempts -= 1;
             job.started_ms = None;
             self.record(&job).await;
-            drop(self.jobs.line.lock().running.remove(&id));
+            let running = self.jobs.line.lock().running.remove(&id);
+            // Whoever cancelled it meanwhile waits for the signal to go, and reads the record then.
+            if let Some(running) = running
+                && *running.signal.borrow() == Some(Stop::Cancelled)
+            {
+                job.state = State::Cancelled;
+                job.finished_ms = Some(now_ms());
+                self.conclude(&job).await;
+            }
             return;
         }
         let again = self.judge(&mut job, result.ok());

@@ -88,7 +88,7 @@ impl LocalRun {
         config.epoch_interruption(self.timeout.is_some());
         if self.cache {
             // Without a place to keep it, it is compiled every time.
-            config.cache(wasmtime::Cache::new(wasmtime::CacheConfig::new()).ok());
+            config.cache(wasmtime::Cache::from_file(None).ok());
         }
         let engine = Engine::new(&config).map_err(input)?;
         let time_limit = TimeLimit::start(&engine, self.timeout);

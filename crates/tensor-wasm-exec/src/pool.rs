@@ -250,6 +250,7 @@ impl Pool {
             return Ok(Lease { store, instance, reuses, _permit: permit });
         }
         let engine = self.engines.get(loaded.flavor);
+        let had_given = given.is_some();
         let mut store = state::store(engine, call, given);
         // Boxed but for the cheapest kind: a future is as large as its largest branch, and moved into place whole.
         let mut instance = match &loaded.entry {
@@ -263,8 +264,11 @@ impl Pool {
         {
             self.drop_idle();
             let given = store.data_mut().take_given();
-            store = state::store(engine, call, given);
-            instance = Box::pin(instantiate(&loaded.entry, &mut store)).await;
+            // Start code that has read its input already cannot be started again.
+            if given.is_some() == had_given {
+                store = state::store(engine, call, given);
+                instance = Box::pin(instantiate(&loaded.entry, &mut store)).await;
+            }
         }
         let instance = instance.map_err(|error| cannot_start(&store, &error))?;
         store.data_mut().count();

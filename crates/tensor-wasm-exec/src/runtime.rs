@@ -30,8 +30,9 @@ const BACKGROUND_NICE: i32 = 10;
 /// The check of everything on disk begins this long after the start, so that it does not compete with first calls.
 const SCRUB_AFTER: Duration = Duration::from_secs(2);
 
-/// Jobs that are still running when the time to drain is over are written back to the queue within this.
-const SUSPEND_MAX: Duration = Duration::from_secs(2);
+/// While shutting down, jobs that are not done after this go back to the queue: they will be run again anyway, and a
+/// supervisor may not wait as long as a caller would.
+const JOBS_DRAIN_MAX: Duration = Duration::from_secs(5);
 
 /// Between two looks at whether running calls are done, while shutting down.
 const DRAIN_POLL: Duration = Duration::from_millis(5);
@@ -115,17 +116,19 @@ impl Runtime {
             Some(exe) => Compiler::with_worker(exe, &config),
             None => Compiler::in_process(&config),
         };
+        let logs = Arc::<Logs>::default();
         let runtime = Arc::new_cyclic(|me| Runtime {
             me: me.clone(),
             catalog: Arc::new(catalog),
             admission: Admission::new(config.clone()),
-            logs: Arc::default(),
+            logs: logs.clone(),
             pool: Arc::new(pool),
             jobs: Arc::new(jobs),
             surroundings: Arc::new(Surroundings {
                 outbound: Outbound::new(&config.server.outbound_http),
                 background: background.clone(),
                 metrics: metrics.clone(),
+                logs,
             }),
             metrics,
             config,
@@ -270,24 +273,25 @@ impl Runtime {
         tracing::debug!("everything on disk was checked");
     }
 
-    /// Refuses new calls and waits for the running ones, up to the limit. Returns how many were still running.
+    /// Refuses new calls and waits for the running ones, up to the limit. Jobs that take longer are left for the next
+    /// server. Returns how many calls were still running.
     pub async fn drain(&self, limit: Duration) -> usize {
         self.admission.close();
         self.jobs.stop();
-        let until = Instant::now() + limit;
+        let begun = Instant::now();
+        let jobs_until = begun + JOBS_DRAIN_MAX.min(limit / 2);
+        let mut suspended = false;
         loop {
             let running = self.admission.depth().running.max(self.jobs.running());
-            if running == 0 || Instant::now() >= until {
-                break;
+            if running == 0 || begun.elapsed() >= limit {
+                return running;
+            }
+            if !suspended && Instant::now() >= jobs_until {
+                self.jobs.suspend();
+                suspended = true;
             }
             tokio::time::sleep(DRAIN_POLL).await;
         }
-        self.jobs.suspend();
-        let until = Instant::now() + SUSPEND_MAX;
-        while self.jobs.running() > 0 && Instant::now() < until {
-            tokio::time::sleep(DRAIN_POLL).await;
-        }
-        self.admission.depth().running.max(self.jobs.running())
     }
 }
 

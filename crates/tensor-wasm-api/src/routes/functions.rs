@@ -149,7 +149,7 @@ pub(crate) struct DeployQuery {
 #[utoipa::path(post, path = "/functions", request_body = DeployRequest,
     params(("name" = Option<String>, Query, description = "with an application/wasm body"),
            ("settings" = Option<String>, Query, description = "JSON object, with an application/wasm body")),
-    responses((status = 201, body = FunctionView), (status = 400), (status = 413)))]
+    responses((status = 201, body = FunctionView), (status = 400), (status = 408), (status = 413)))]
 pub(crate) async fn deploy(
     State(gateway): State<Shared>,
     query: Result<Query<DeployQuery>, axum::extract::rejection::QueryRejection>,
@@ -158,11 +158,7 @@ pub(crate) async fn deploy(
     let (parts, body) = request.into_parts();
     let tenant = match gateway.tokens.tenant(&parts.headers) {
         Ok(tenant) => tenant,
-        Err(error) => {
-            // A client hears the answer only once it has sent its module.
-            body::discard(body, gateway.body_idle()).await;
-            return error.into_response();
-        }
+        Err(error) => return error.into_response(),
     };
     let mut name = String::new();
     let result = deploy_for(&gateway, &tenant, query.map(|Query(q)| q), &parts.headers, body, &mut name).await;

@@ -195,6 +195,22 @@ fn bodies_over_the_limit_are_refused() {
     others_are_fine(&server);
 }
 
+/// Sends a body one byte at a time until the server has had enough; returns what it says.
+fn drip(server: &Server, head: &str) -> String {
+    let mut stream = server.connect();
+    send(&mut stream, &format!("{head}host: x\r\nconnection: close\r\ncontent-length: 10000\r\n\r\n"));
+    let mut writer = stream.try_clone().unwrap();
+    let dripping = std::thread::spawn(move || {
+        while writer.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    });
+    let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
+    drop(stream);
+    dripping.join().unwrap();
+    answer
+}
+
 #[test]
 fn slow_and_vanishing_clients_hold_nothing() {
     let server = hostile("[server]\nheader_read_ms_max = 300\nbody_idle_ms_max = 300\nbody_ms_max = 1000\n");
@@ -221,19 +237,14 @@ fn slow_and_vanishing_clients_hold_nothing() {
     );
     let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
     assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("nothing came for 300 ms"), "{answer}");
-    // A byte at a time, for ever.
-    let mut stream = server.connect();
-    send(&mut stream, "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\ncontent-length: 10000\r\n\r\n{");
-    let mut writer = stream.try_clone().unwrap();
-    let dripping = std::thread::spawn(move || {
-        while writer.write_all(b" ").is_ok() {
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    });
-    let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
+    // A byte at a time, for ever; also a module that nobody may deploy.
+    let answer = drip(&server, "POST /functions/math/invoke HTTP/1.1\r\n");
     assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("body_ms_max"), "{answer}");
-    drop(stream);
-    dripping.join().unwrap();
+    let guarded =
+        Options::config("[server]\nbody_ms_max = 1000\n").env("TENSOR_WASM_API_TOKENS", "a-long-enough-token");
+    let guarded = Server::with(guarded);
+    let answer = drip(&guarded, "POST /functions?name=f HTTP/1.1\r\ncontent-type: application/wasm\r\n");
+    assert!(answer.starts_with("HTTP/1.1 401"), "{answer}");
     // Half a module, then gone.
     for _ in 0..20 {
         let mut stream = server.connect();

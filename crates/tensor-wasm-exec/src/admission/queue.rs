@@ -261,7 +261,8 @@ impl Bucket {
     fn refill(&mut self, now: Duration) {
         let gained = now.saturating_sub(self.at).as_secs_f64() * self.limits.rate_per_second;
         self.tokens = (self.tokens + gained).min(f64::from(self.limits.rate_burst));
-        self.at = now;
+        // A call may come here after one that arrived later; no time counts twice.
+        self.at = self.at.max(now);
     }
 
     fn is_full(&mut self, now: Duration) -> bool {
@@ -353,6 +354,9 @@ mod tests {
         let Decision::Rejected(Rejection::RateLimited { retry_after, .. }) = at(50) else { panic!("over the rate") };
         assert!((45..=55).contains(&retry_after.as_millis()), "{retry_after:?}");
         assert!(matches!(at(101), Decision::Admitted(_)));
+        // Out of order: the time between counts once.
+        assert!(matches!(at(5), Decision::Rejected(_)));
+        assert!(matches!(at(101), Decision::Rejected(_)));
     }
 
     #[test]

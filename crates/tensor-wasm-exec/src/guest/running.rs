@@ -14,6 +14,7 @@ use super::stdio::{Captured, Sink};
 use crate::admission::Account;
 use crate::catalog::Serving;
 use crate::invoke::Usage;
+use crate::logs::Logs;
 use crate::metrics::Metrics;
 
 /// What all calls of a runtime share and their guests may reach. Not the pool: kept instances hold their last call, so
@@ -24,6 +25,7 @@ pub(crate) struct Surroundings {
     /// Where a guest goes on that computes for long.
     pub background: Handle,
     pub metrics: Arc<Metrics>,
+    pub logs: Arc<Logs>,
 }
 
 pub(crate) struct RunningCall {
