@@ -47,14 +47,14 @@ pub(crate) fn compare() -> anyhow::Result<()> {
         us.push(start(&ours)?);
         them.push(start(&theirs)?);
     }
-    // No goal was set; being no slower is the natural one.
+    // No goal was set; the same, give or take what process start varies by, is the natural one.
     report.ratio(
         "run/start",
         "a command that prints one word, its code in the cache",
         median(us),
         (median(them), "wasmtime run"),
         "ms",
-        Goal::AtMost(1.0),
+        Goal::AtMost(1.05),
     );
     report.save()
 }
