@@ -1,10 +1,11 @@
 //! The gateway's own metrics, and the page on which all of them are read. The runtime's are in
 //! `tensor-wasm-exec/src/metrics.rs`; both are registered here under the prefix `tensor_wasm`.
 
+use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::text::{encode, encode_registry};
 use prometheus_client::encoding::{EncodeLabelSet, EncodeLabelValue, LabelValueEncoder};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -58,6 +59,8 @@ pub(crate) struct HttpMetrics {
     queued: Gauge,
     functions: Gauge,
     registry: Registry,
+    /// The device's, once there is one: it is opened after the server has begun to serve.
+    device: OnceLock<Registry>,
 }
 
 impl HttpMetrics {
@@ -84,7 +87,17 @@ impl HttpMetrics {
         ]);
         registry.register("build", "The build that is running", build);
         runtime.metrics.register(&mut registry);
-        HttpMetrics { requests, duration, in_flight, connections, tenant_memory, queued, functions, registry }
+        HttpMetrics {
+            requests,
+            duration,
+            in_flight,
+            connections,
+            tenant_memory,
+            queued,
+            functions,
+            registry,
+            device: OnceLock::new(),
+        }
     }
 
     pub(crate) fn answered(&self, route: &str, method: &http::Method, status: u16, took: Duration) {
@@ -110,7 +123,15 @@ impl HttpMetrics {
         self.queued.set(count(runtime.admission.depth().waiting));
         self.functions.set(count(runtime.catalog.len()));
         let mut page = String::new();
-        match encode(&mut page, &self.registry) {
+        let device = runtime.device().map(|device| {
+            self.device.get_or_init(|| {
+                let mut registry = Registry::with_prefix("tensor_wasm");
+                device.register(&mut registry);
+                registry
+            })
+        });
+        let encoded = device.map_or(Ok(()), |registry| encode_registry(&mut page, registry));
+        match encoded.and_then(|()| encode(&mut page, &self.registry)) {
             Ok(()) => page,
             Err(error) => format!("# encoding failed: {error}\n"),
         }

@@ -15,11 +15,12 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
 use tensor_wasm_exec::Runtime;
+use tensor_wasm_gpu::DeviceEvent;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio_util::task::TaskTracker;
 
-use crate::audit::{Audit, Target};
+use crate::audit::{Audit, Line, Target};
 use crate::auth::Tokens;
 use crate::gateway::Gateway;
 use crate::linger;
@@ -50,6 +51,8 @@ pub struct ServerOptions {
     pub audit: Target,
     /// Whether spans are exported, so that each request takes its ids from the exporter.
     pub exporting: bool,
+    /// What happens to the device, for the audit log.
+    pub device_events: Option<std::sync::mpsc::Receiver<DeviceEvent>>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -93,6 +96,11 @@ impl Server {
         let listener = std::net::TcpListener::bind(addr).map_err(listen)?;
         listener.set_nonblocking(true).map_err(listen)?;
         let (audit, audit_thread) = Audit::open(&options.audit).map_err(ServeError::Audit)?;
+        if let Some(events) = options.device_events {
+            let audit = audit.clone();
+            let follow = move || events.into_iter().for_each(|event| record(&audit, &event));
+            std::thread::Builder::new().name("device-events".to_owned()).spawn(follow).map_err(ServeError::Threads)?;
+        }
         let metrics = HttpMetrics::new(&runtime);
         let (tokens, exporting) = (options.tokens, options.exporting);
         let gateway = Gateway {
@@ -151,6 +159,15 @@ impl Server {
         }
         Ok(abandoned)
     }
+}
+
+fn record(audit: &Audit, event: &DeviceEvent) {
+    let (event, subject, duration) = match event {
+        DeviceEvent::Lost { why } => ("device.lost", why.as_str(), Duration::ZERO),
+        DeviceEvent::Restored { after } => ("device.restored", "", *after),
+    };
+    let duration_us = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
+    audit.line(&Line { event, tenant: "", subject, trace_id: "", status: 0, error: None, duration_us });
 }
 
 async fn accept(listener: &TcpListener, workers: &[Worker], connections_max: usize, gateway: &Gateway) {

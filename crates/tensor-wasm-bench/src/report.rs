@@ -37,12 +37,19 @@ impl Goal {
 
 pub(crate) struct Report {
     name: &'static str,
+    device: Option<String>,
     rows: Vec<Value>,
 }
 
 impl Report {
     pub(crate) fn new(name: &'static str) -> Report {
-        Report { name, rows: Vec::new() }
+        Report { name, device: None, rows: Vec::new() }
+    }
+
+    /// Says which device the numbers are of.
+    #[allow(dead_code, reason = "some of the programs that share this file have no device")]
+    pub(crate) fn on(self, device: &str) -> Report {
+        Report { device: Some(device.to_owned()), ..self }
     }
 
     /// Ours against a baseline from the same run; the goal is on their ratio.
@@ -95,15 +102,21 @@ impl Report {
     }
 
     pub(crate) fn save(self) -> anyhow::Result<()> {
-        let args: Vec<String> = std::env::args().skip(1).collect();
+        let args: Vec<String> = std::env::args().skip(1).filter(|arg| arg != "--bench").collect();
         let profile = if cfg!(debug_assertions) { "" } else { "--release " };
+        let command = match env!("CARGO_PKG_NAME") {
+            "tensor-wasm-bench" => format!("cargo run {profile}-p tensor-wasm-bench -- {}", args.join(" ")),
+            package => format!("cargo bench -p {package} --bench device -- {}", args.join(" ")),
+        };
         let file = json!({
-            "command": format!("cargo run {profile}-p tensor-wasm-bench -- {}", args.join(" ")),
+            "command": command,
             "date": output("date", &["-u", "+%Y-%m-%dT%H:%M:%SZ"]),
-            "machine": machine(),
+            "machine": self.device.map_or_else(machine, |device| format!("{device}; {}", machine())),
             "rows": self.rows,
         });
-        let path = root().join("bench-results").join(format!("{}.json", self.name));
+        let folder =
+            std::env::var_os("TENSOR_WASM_RESULTS").map_or_else(|| root().join("bench-results"), PathBuf::from);
+        let path = folder.join(format!("{}.json", self.name));
         std::fs::create_dir_all(path.parent().unwrap_or(&path))?;
         std::fs::write(&path, serde_json::to_string_pretty(&file)? + "\n")?;
         println!("wrote bench-results/{}.json", self.name);

@@ -57,6 +57,9 @@ enum Command {
     Jobs(commands::jobs::Jobs),
     Logs(commands::logs::Logs),
     Metrics(commands::metrics::Metrics),
+    Devices(commands::devices::Devices),
+    #[command(hide = true)]
+    DeviceWorker(commands::device_worker::DeviceWorker),
     #[command(hide = true)]
     CompileWorker(commands::compile_worker::CompileWorker),
 }
@@ -87,6 +90,8 @@ fn main() -> ExitCode {
         Command::Jobs(command) => command.execute(&global),
         Command::Logs(command) => command.execute(&global),
         Command::Metrics(command) => command.execute(&global),
+        Command::Devices(command) => command.execute(&global),
+        Command::DeviceWorker(command) => command.execute(),
         Command::CompileWorker(command) => command.execute(),
     };
     match ended {

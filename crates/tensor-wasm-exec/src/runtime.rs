@@ -2,10 +2,11 @@
 //! call is `invoke.rs`.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use tensor_wasm_gpu::Device;
 use tokio::runtime::Handle;
 
 use crate::admission::{Account, Admission};
@@ -50,6 +51,7 @@ pub struct Runtime {
     engines: Arc<Engines>,
     compiler: Compiler,
     threads: Option<tokio::runtime::Runtime>,
+    device: OnceLock<Device>,
     /// Itself, for work that must outlive the call that wants it.
     me: Weak<Runtime>,
 }
@@ -136,6 +138,7 @@ impl Runtime {
             engines,
             compiler,
             threads: Some(threads),
+            device: OnceLock::new(),
         });
         runtime.start_jobs();
         runtime.start_scrub();
@@ -144,6 +147,16 @@ impl Runtime {
 
     pub(crate) fn shared(&self) -> Result<Arc<Runtime>, Rejection> {
         self.me.upgrade().ok_or(Rejection::ShuttingDown)
+    }
+
+    /// Gives the runtime its device. Opening one takes a moment, which functions that need none do not wait for. The first
+    /// one given stays.
+    pub fn attach(&self, device: Device) {
+        let _ = self.device.set(device);
+    }
+
+    pub fn device(&self) -> Option<&Device> {
+        self.device.get()
     }
 
     /// Where work goes that must not delay requests: deploys, long guests, jobs.

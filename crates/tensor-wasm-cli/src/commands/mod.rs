@@ -3,6 +3,8 @@
 pub(crate) mod compile_worker;
 pub(crate) mod delete;
 pub(crate) mod deploy;
+pub(crate) mod device_worker;
+pub(crate) mod devices;
 pub(crate) mod functions;
 pub(crate) mod invoke;
 pub(crate) mod jobs;

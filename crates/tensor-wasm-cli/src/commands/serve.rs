@@ -1,9 +1,12 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex};
 
 use tensor_wasm_api::{AuditTarget, Server, ServerOptions, Telemetry, Tokens};
 use tensor_wasm_exec::{Config, Runtime};
+use tensor_wasm_gpu::{Device, DeviceChoice, DeviceEvent, Events, OpenOptions, Placement};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{Ended, Failed};
@@ -21,6 +24,9 @@ pub(crate) struct Serve {
     /// Where functions, artifacts and jobs are kept.
     #[arg(long, default_value = "tensor-wasm-data", value_name = "DIR")]
     data_dir: PathBuf,
+    /// auto (a GPU where there is one), cpu, cuda or cuda:N. With cuda, it does not start without.
+    #[arg(long, default_value = "auto", value_name = "DEVICE")]
+    device: DeviceChoice,
     /// Limits and tenants (TOML); defaults apply without one.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
@@ -50,12 +56,24 @@ impl Serve {
         let raised = rustix::process::Rlimit { current: files.maximum, maximum: files.maximum };
         let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
         let exe = std::env::current_exe().map_err(|e| Failed::No(e.to_string()))?;
+        let (tell, device_events) = std::sync::mpsc::channel();
+        let options = device_options(self.device, &exe, tell);
+        // Asked for by name, it must be there; otherwise functions that need none are served while it is opened.
+        let device = match self.device {
+            DeviceChoice::Cuda(_) => Some(Device::open(&options).map_err(|e| Failed::No(format!("--device: {e}")))?),
+            DeviceChoice::Auto | DeviceChoice::Cpu => None,
+        };
         let opened = Runtime::open(&self.data_dir, config, Some(exe));
         let (runtime, damages) = opened.map_err(|e| Failed::No(e.to_string()))?;
         for damage in &damages {
             eprintln!("warning: quarantined {}: {}", damage.what, damage.why);
         }
-        let options = ServerOptions { addr: self.addr, tokens, audit, exporting: telemetry.is_exporting() };
+        match device {
+            Some(device) => attach(&runtime, device),
+            None => open_later(&runtime, options)?,
+        }
+        let exporting = telemetry.is_exporting();
+        let options = ServerOptions { addr: self.addr, tokens, audit, exporting, device_events: Some(device_events) };
         let server = Server::bind(runtime.clone(), options).map_err(|e| Failed::Usage(e.to_string()))?;
         let addr = server.local_addr().map_err(|e| Failed::No(e.to_string()))?;
         eprintln!(
@@ -82,6 +100,45 @@ impl Serve {
         let text = std::fs::read_to_string(path).map_err(|e| Failed::Usage(format!("{}: {e}", path.display())))?;
         Config::parse(&text).map_err(|e| Failed::Usage(format!("{}: {e}", path.display())))
     }
+}
+
+fn device_options(choice: DeviceChoice, exe: &std::path::Path, tell: Sender<DeviceEvent>) -> OpenOptions {
+    let tell = Mutex::new(tell);
+    let listener = move |event: DeviceEvent| {
+        match &event {
+            DeviceEvent::Lost { why } => tracing::error!(why, "the device worker was lost"),
+            DeviceEvent::Restored { after } => tracing::warn!(?after, "the device is back, with a new worker"),
+        }
+        if let Ok(tell) = tell.lock() {
+            let _ = tell.send(event);
+        }
+    };
+    let placement = match choice {
+        // The CPU cannot be lost the way a GPU can.
+        DeviceChoice::Cpu => Placement::Thread,
+        _ => Placement::Process { exe: exe.to_owned(), args: vec!["device-worker".to_owned()] },
+    };
+    OpenOptions { choice, placement, events: Events(Some(Arc::new(listener))), ..OpenOptions::default() }
+}
+
+/// Opens a device in a thread of its own and gives it to the runtime.
+fn open_later(runtime: &Arc<Runtime>, options: OpenOptions) -> Result<(), Failed> {
+    let runtime = Arc::downgrade(runtime);
+    let open = move || match Device::open(&options) {
+        Ok(device) => runtime.upgrade().into_iter().for_each(|runtime| attach(&runtime, device.clone())),
+        Err(error) => tracing::error!(%error, "no device could be opened"),
+    };
+    let spawned = std::thread::Builder::new().name("device-open".to_owned()).spawn(open);
+    spawned.map(drop).map_err(|e| Failed::No(e.to_string()))
+}
+
+fn attach(runtime: &Runtime, device: Device) {
+    let info = device.info();
+    match device.fallback() {
+        None => tracing::info!(device = info.kind.as_str(), name = info.name, "device ready"),
+        Some(why) => tracing::info!(device = info.kind.as_str(), %why, "device ready; no GPU"),
+    }
+    runtime.attach(device);
 }
 
 fn number<T: std::str::FromStr>(text: Option<String>, name: &str) -> Result<Option<T>, Failed> {

@@ -15,6 +15,7 @@
 mod admission;
 mod client;
 mod deploy;
+mod device;
 mod durability;
 mod hostile;
 mod http;

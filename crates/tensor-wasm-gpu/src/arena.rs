@@ -1,0 +1,480 @@
+//! A tenant's device memory: size classes over chunks that the worker reserved, handles with generations, and the quota.
+//!
+//! Pure bookkeeping under one lock, without a device: the worker is asked only when a chunk is missing, so allocating and
+//! freeing from a warm arena are a few list operations. Blocks are never shared between tenants, and all use of a tenant's
+//! memory is ordered by its stream, so a freed block may be handed out again at once.
+//!
+//! A block is zeroed before its first use, not when it is allocated: what is overwritten as a whole never needs it.
+
+use slab::Slab;
+
+use crate::error::DeviceError;
+
+/// Four classes per doubling: a block is at most a quarter larger than what was asked for, from a kilobyte on.
+const CLASSES: usize = 4 * 33 + 1;
+
+/// Blocks begin at multiples of this, as kernels expect of an allocation.
+const BLOCK_ALIGN: u64 = 256;
+
+/// Chunks grow with the tenant, from the first to the second. Larger blocks get a chunk of their own.
+const CHUNK_BYTES_MIN: u64 = 2 << 20;
+const CHUNK_BYTES_MAX: u64 = 64 << 20;
+const OWN_CHUNK_BYTES: u64 = 16 << 20;
+
+/// Bits of a handle, from the top: tenant, generation of the device's worker, generation of the slot, slot.
+const TENANT_BITS: u32 = 9;
+const WORKER_BITS: u32 = 13;
+const GENERATION_BITS: u32 = 20;
+const INDEX_BITS: u32 = 22;
+const HANDLES_MAX: usize = 1 << INDEX_BITS;
+const _: () = assert!(TENANT_BITS + WORKER_BITS + GENERATION_BITS + INDEX_BITS == 64);
+const _: () = assert!(crate::slab::STREAMS <= 1 << TENANT_BITS);
+
+/// Names a buffer of a tenant. Any number may be tried as one; a wrong one is an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Handle(pub u64);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Block {
+    address: u64,
+    chunk: u32,
+    class: u8,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    address: u64,
+    bytes: u64,
+    /// Bytes from here on have never been handed out.
+    fresh: u64,
+    blocks_used: u32,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    generation: u32,
+    block: Option<Block>,
+    size: u64,
+    needs_zero: bool,
+}
+
+/// What an allocation takes besides a lock.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Shortage {
+    /// A chunk of this size, given by `add_chunk`; then try again.
+    Chunk {
+        bytes: u64,
+    },
+    Refused(DeviceError),
+}
+
+/// A part of a buffer, found good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub address: u64,
+    pub bytes: u64,
+    /// The whole buffer must be zeroed before this part is used; its address and size.
+    pub zero_first: Option<(u64, u64)>,
+}
+
+/// Numbers about a tenant's memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryStats {
+    /// In buffers, rounded up to their classes: what the quota limits.
+    pub used_bytes: u64,
+    pub used_bytes_peak: u64,
+    /// Taken from the device.
+    pub reserved_bytes: u64,
+    pub buffers: u64,
+}
+
+/// Where handles come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Origin {
+    /// The tenant's stream.
+    pub tenant: u32,
+    /// Counts the workers of the device. Memory of an earlier one is gone.
+    pub worker: u32,
+}
+
+pub(crate) struct Arena {
+    tenant: String,
+    origin: Origin,
+    bytes_max: u64,
+    free: Vec<Vec<Block>>,
+    chunks: Slab<Chunk>,
+    /// The chunk that blocks are cut from.
+    cutting: Option<usize>,
+    entries: Vec<Entry>,
+    unused: Vec<u32>,
+    stats: MemoryStats,
+}
+
+fn class_of(size: u64) -> usize {
+    if size <= BLOCK_ALIGN {
+        return 0;
+    }
+    let last = size - 1;
+    let log = last.ilog2();
+    (log as usize - 8) * 4 + (last >> (log - 2) & 3) as usize + 1
+}
+
+fn class_bytes(class: usize) -> u64 {
+    if class == 0 {
+        return BLOCK_ALIGN;
+    }
+    let (log, quarter) = ((class - 1) / 4 + 8, (class - 1) % 4);
+    ((4 + quarter as u64 + 1) << (log - 2)).next_multiple_of(BLOCK_ALIGN)
+}
+
+impl Arena {
+    pub(crate) fn new(tenant: &str, origin: Origin, bytes_max: u64) -> Arena {
+        Arena {
+            tenant: tenant.to_owned(),
+            origin,
+            bytes_max,
+            free: vec![Vec::new(); CLASSES],
+            chunks: Slab::new(),
+            cutting: None,
+            entries: Vec::new(),
+            unused: Vec::new(),
+            stats: MemoryStats::default(),
+        }
+    }
+
+    pub(crate) fn stats(&self) -> MemoryStats {
+        self.stats
+    }
+
+    pub(crate) fn allocate(&mut self, size: u64) -> Result<Handle, Shortage> {
+        if size == 0 {
+            return Err(Shortage::Refused(DeviceError::ZeroSize));
+        }
+        let room = self.bytes_max - self.stats.used_bytes;
+        // Compared first as asked: the largest sizes have no class.
+        if size > room || class_bytes(class_of(size).min(CLASSES - 1)) > room {
+            return Err(self.over_quota(size));
+        }
+        let class = class_of(size);
+        if class >= CLASSES {
+            return Err(Shortage::Refused(DeviceError::OutOfMemory { asked_bytes: size }));
+        }
+        let bytes = class_bytes(class);
+        let block = match self.free[class].pop() {
+            Some(block) => block,
+            None => self.cut(class)?,
+        };
+        let index = match self.unused.pop() {
+            Some(index) => index,
+            None if self.entries.len() < HANDLES_MAX => {
+                self.entries.push(Entry::default());
+                self.entries.len() as u32 - 1
+            }
+            None => {
+                self.free[class].push(block);
+                return Err(self.over_quota(size));
+            }
+        };
+        self.chunks[block.chunk as usize].blocks_used += 1;
+        self.stats.used_bytes += bytes;
+        self.stats.used_bytes_peak = self.stats.used_bytes_peak.max(self.stats.used_bytes);
+        self.stats.buffers += 1;
+        let entry = &mut self.entries[index as usize];
+        *entry = Entry { generation: entry.generation, block: Some(block), size, needs_zero: true };
+        Ok(handle(self.origin, entry.generation, index))
+    }
+
+    fn over_quota(&self, asked_bytes: u64) -> Shortage {
+        let (tenant, used_bytes, bytes_max) = (self.tenant.clone(), self.stats.used_bytes, self.bytes_max);
+        Shortage::Refused(DeviceError::OverQuota { tenant, asked_bytes, used_bytes, bytes_max })
+    }
+
+    pub(crate) fn free(&mut self, handle: Handle) -> Result<(), DeviceError> {
+        let index = self.index(handle)?;
+        let entry = &mut self.entries[index as usize];
+        let block = entry.block.take().ok_or(DeviceError::StaleHandle)?;
+        // A generation that comes round again after a million frees of one slot retires the slot instead.
+        entry.generation += 1;
+        if entry.generation < 1 << GENERATION_BITS {
+            self.unused.push(index);
+        }
+        self.free[usize::from(block.class)].push(block);
+        self.chunks[block.chunk as usize].blocks_used -= 1;
+        self.stats.used_bytes -= class_bytes(usize::from(block.class));
+        self.stats.buffers -= 1;
+        Ok(())
+    }
+
+    /// A part of a buffer. `overwrites`: whoever asks writes all of it before anything reads it. Once that is sure to happen,
+    /// `touch` the buffer.
+    pub(crate) fn peek(&self, handle: Handle, offset: u64, len: u64, overwrites: bool) -> Result<Span, DeviceError> {
+        let index = self.index(handle)?;
+        let entry = &self.entries[index as usize];
+        let block = entry.block.ok_or(DeviceError::StaleHandle)?;
+        let size = entry.size;
+        if offset.checked_add(len).is_none_or(|end| end > size) {
+            return Err(DeviceError::OutOfRange { offset, len, size });
+        }
+        let is_whole = overwrites && len == size;
+        let zero_first = (entry.needs_zero && !is_whole && len > 0).then_some((block.address, size));
+        Ok(Span { address: block.address + offset, bytes: len, zero_first })
+    }
+
+    /// The buffer has been zeroed, or written as a whole.
+    pub(crate) fn touch(&mut self, handle: Handle) {
+        if let Ok(index) = self.index(handle) {
+            self.entries[index as usize].needs_zero = false;
+        }
+    }
+
+    pub(crate) fn size(&self, handle: Handle) -> Result<u64, DeviceError> {
+        let entry = &self.entries[self.index(handle)? as usize];
+        entry.block.map(|_| entry.size).ok_or(DeviceError::StaleHandle)
+    }
+
+    /// Takes memory that the worker reserved.
+    pub(crate) fn add_chunk(&mut self, address: u64, bytes: u64) {
+        let chunk = self.chunks.insert(Chunk { address, bytes, fresh: 0, blocks_used: 0 });
+        self.stats.reserved_bytes += bytes;
+        if let Some(old) = self.cutting.replace(chunk) {
+            self.cut_up(old);
+        }
+    }
+
+    /// Gives back chunks of which nothing is in use: their addresses and sizes.
+    pub(crate) fn trim(&mut self) -> Vec<(u64, u64)> {
+        let idle: Vec<usize> = self.chunks.iter().filter(|(_, c)| c.blocks_used == 0).map(|(n, _)| n).collect();
+        for list in &mut self.free {
+            list.retain(|block| !idle.contains(&(block.chunk as usize)));
+        }
+        let give = |n: usize| {
+            let chunk = self.chunks.remove(n);
+            self.stats.reserved_bytes -= chunk.bytes;
+            (chunk.address, chunk.bytes)
+        };
+        self.cutting = self.cutting.filter(|n| !idle.contains(n));
+        idle.into_iter().map(give).collect()
+    }
+
+    /// Everything it was given, whether in use or not.
+    pub(crate) fn into_chunks(self) -> Vec<(u64, u64)> {
+        self.chunks.into_iter().map(|(_, chunk)| (chunk.address, chunk.bytes)).collect()
+    }
+
+    /// Cuts a block off the current chunk.
+    fn cut(&mut self, class: usize) -> Result<Block, Shortage> {
+        let bytes = class_bytes(class);
+        if let Some(n) = self.cutting
+            && let Some(block) = self.cut_from(n, class)
+        {
+            return Ok(block);
+        }
+        let chunk = match bytes >= OWN_CHUNK_BYTES {
+            true => bytes,
+            false => self.stats.reserved_bytes.next_power_of_two().clamp(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX).max(bytes),
+        };
+        Err(Shortage::Chunk { bytes: chunk })
+    }
+
+    fn cut_from(&mut self, n: usize, class: usize) -> Option<Block> {
+        let chunk = &mut self.chunks[n];
+        let bytes = class_bytes(class);
+        let address = chunk.address + chunk.fresh;
+        (chunk.bytes - chunk.fresh >= bytes).then(|| {
+            chunk.fresh += bytes;
+            Block { address, chunk: n as u32, class: class as u8 }
+        })
+    }
+
+    /// Turns the rest of a chunk into free blocks, largest first, so that nothing of it is lost.
+    fn cut_up(&mut self, n: usize) {
+        for class in (0..CLASSES).rev() {
+            if class_bytes(class) >= OWN_CHUNK_BYTES {
+                continue;
+            }
+            while let Some(block) = self.cut_from(n, class) {
+                self.free[class].push(block);
+            }
+        }
+    }
+
+    fn index(&self, handle: Handle) -> Result<u32, DeviceError> {
+        let (origin, generation, index) = parts(handle);
+        if origin.tenant != self.origin.tenant {
+            return Err(DeviceError::ForeignHandle);
+        }
+        if origin.worker != self.origin.worker & ((1 << WORKER_BITS) - 1) {
+            return Err(DeviceError::DeviceLost {
+                why: "the buffer was in the memory of an earlier worker".to_owned(),
+            });
+        }
+        match self.entries.get(index as usize) {
+            Some(entry) if entry.generation == generation => Ok(index),
+            _ => Err(DeviceError::StaleHandle),
+        }
+    }
+}
+
+fn handle(origin: Origin, generation: u32, index: u32) -> Handle {
+    let fields = [
+        (origin.tenant, TENANT_BITS),
+        (origin.worker, WORKER_BITS),
+        (generation, GENERATION_BITS),
+        (index, INDEX_BITS),
+    ];
+    Handle(fields.iter().fold(0, |bits, (value, count)| bits << count | u64::from(*value) & ((1 << count) - 1)))
+}
+
+fn parts(Handle(mut bits): Handle) -> (Origin, u32, u32) {
+    let mut take = |count: u32| {
+        let low = (bits & ((1 << count) - 1)) as u32;
+        bits >>= count;
+        low
+    };
+    let (index, generation, worker) = (take(INDEX_BITS), take(GENERATION_BITS), take(WORKER_BITS));
+    (Origin { tenant: take(TENANT_BITS), worker }, generation, index)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+
+    /// Allocates, giving chunks from an endless device.
+    fn allocate(arena: &mut Arena, next: &mut u64, size: u64) -> Result<Handle, DeviceError> {
+        loop {
+            match arena.allocate(size) {
+                Ok(handle) => return Ok(handle),
+                Err(Shortage::Refused(error)) => return Err(error),
+                Err(Shortage::Chunk { bytes }) => {
+                    arena.add_chunk(*next, bytes);
+                    *next += bytes.next_multiple_of(2 << 20);
+                }
+            }
+        }
+    }
+
+    impl Arena {
+        /// Looks and touches at once, as a job that is sent does.
+        fn span(&mut self, handle: Handle, offset: u64, len: u64, overwrites: bool) -> Result<Span, DeviceError> {
+            let span = self.peek(handle, offset, len, overwrites)?;
+            if len > 0 {
+                self.touch(handle);
+            }
+            Ok(span)
+        }
+    }
+
+    #[test]
+    fn classes_hold_what_they_are_for_and_waste_little() {
+        let mut last = 0;
+        for class in 0..CLASSES {
+            let bytes = class_bytes(class);
+            assert!(bytes >= last && bytes.is_multiple_of(BLOCK_ALIGN), "{class}");
+            assert_eq!(class_bytes(class_of(bytes)), bytes);
+            last = bytes;
+        }
+        for size in (1..5000).chain([1 << 20, (1 << 20) + 1, 1 << 40, (1 << 40) - 1]) {
+            let bytes = class_bytes(class_of(size));
+            assert!(bytes >= size, "{size} in {bytes}");
+            assert!(size < 1024 || bytes <= size + size / 4 + BLOCK_ALIGN, "{size} in {bytes}");
+        }
+    }
+
+    #[test]
+    fn random_use_never_overlaps_and_everything_comes_back() {
+        for seed in 0..20 {
+            let mut rng = StdRng::seed_from_u64(seed);
+            let (mut arena, mut next) = (Arena::new("t", Origin { tenant: 1, worker: 3 }, 1 << 30), 1 << 30);
+            let mut live: BTreeMap<u64, (u64, Handle)> = BTreeMap::new();
+            let mut handles: Vec<Handle> = Vec::new();
+            for _ in 0..2000 {
+                if rng.random_bool(0.6) || handles.is_empty() {
+                    let bits = rng.random_range(1..26);
+                    let size = rng.random_range(1..1_u64 << bits);
+                    let Ok(handle) = allocate(&mut arena, &mut next, size) else { continue };
+                    let span = arena.span(handle, 0, size, false).unwrap();
+                    assert_eq!(span.zero_first, Some((span.address, size)));
+                    let before = live.range(..=span.address).next_back().map(|(a, (s, _))| a + s);
+                    let after = live.range(span.address..).next().map(|(a, _)| *a);
+                    assert!(before.is_none_or(|end| end <= span.address), "overlaps the one before");
+                    assert!(after.is_none_or(|start| span.address + size <= start), "overlaps the next");
+                    assert!(span.address.is_multiple_of(BLOCK_ALIGN));
+                    live.insert(span.address, (size, handle));
+                    handles.push(handle);
+                } else {
+                    let handle = handles.swap_remove(rng.random_range(0..handles.len()));
+                    live.retain(|_, (_, h)| *h != handle);
+                    arena.free(handle).unwrap();
+                    assert_eq!(arena.free(handle), Err(DeviceError::StaleHandle), "twice");
+                    assert_eq!(arena.span(handle, 0, 1, false), Err(DeviceError::StaleHandle), "after free");
+                }
+                assert_eq!(arena.stats().buffers as usize, handles.len());
+            }
+            handles.drain(..).for_each(|handle| arena.free(handle).unwrap());
+            let stats = arena.stats();
+            assert_eq!((stats.used_bytes, stats.buffers), (0, 0));
+            let given: u64 = arena.trim().iter().map(|(_, bytes)| bytes).sum();
+            assert_eq!((given, arena.stats().reserved_bytes), (stats.reserved_bytes, 0));
+            assert!(arena.free.iter().all(Vec::is_empty), "no block of a chunk that is gone");
+        }
+    }
+
+    #[test]
+    fn warm_memory_is_reused_and_trimmed_memory_is_not() {
+        let (mut arena, mut next) = (Arena::new("t", Origin { tenant: 1, worker: 3 }, 1 << 30), 1 << 30);
+        let first = allocate(&mut arena, &mut next, 1000).unwrap();
+        let address = arena.span(first, 0, 1000, false).unwrap().address;
+        arena.free(first).unwrap();
+        let again = allocate(&mut arena, &mut next, 1000).unwrap();
+        let span = arena.span(again, 0, 1000, false).unwrap();
+        assert_eq!((span.address, span.zero_first), (address, Some((address, 1000))), "the same block, zeroed again");
+        assert_ne!(first, again);
+        assert_eq!(arena.trim(), [], "in use");
+        arena.free(again).unwrap();
+        assert_eq!(arena.trim(), [(1 << 30, CHUNK_BYTES_MIN)]);
+        assert!(matches!(arena.allocate(1000), Err(Shortage::Chunk { .. })));
+    }
+
+    #[test]
+    fn zeroing_happens_once_and_not_before_a_whole_overwrite() {
+        let (mut arena, mut next) = (Arena::new("t", Origin { tenant: 1, worker: 3 }, 1 << 30), 1 << 30);
+        let buffer = allocate(&mut arena, &mut next, 1000).unwrap();
+        assert!(arena.span(buffer, 0, 0, false).unwrap().zero_first.is_none(), "nothing is not a use");
+        assert!(arena.span(buffer, 8, 8, true).unwrap().zero_first.is_some(), "a part leaves the rest");
+        assert!(arena.span(buffer, 0, 1000, false).unwrap().zero_first.is_none());
+        let other = allocate(&mut arena, &mut next, 1000).unwrap();
+        assert!(arena.span(other, 0, 1000, true).unwrap().zero_first.is_none());
+        assert!(arena.span(other, 0, 1000, false).unwrap().zero_first.is_none());
+    }
+
+    #[test]
+    fn bad_sizes_ranges_and_handles_are_refused() {
+        let (mut arena, mut next) = (Arena::new("t", Origin { tenant: 1, worker: 3 }, 4096), 1 << 30);
+        let refused = |arena: &mut Arena, size| match arena.allocate(size) {
+            Err(Shortage::Refused(error)) => error,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(refused(&mut arena, 0), DeviceError::ZeroSize);
+        assert!(matches!(refused(&mut arena, 4097), DeviceError::OverQuota { used_bytes: 0, .. }));
+        assert!(matches!(refused(&mut arena, u64::MAX), DeviceError::OverQuota { .. }));
+        let buffer = allocate(&mut arena, &mut next, 3000).unwrap();
+        assert!(matches!(refused(&mut arena, 2000), DeviceError::OverQuota { used_bytes: 3072, .. }));
+        for (offset, len) in [(0, 3001), (3000, 1), (u64::MAX, 1), (1, u64::MAX), (3001, 0)] {
+            let range = arena.span(buffer, offset, len, false);
+            assert_eq!(range, Err(DeviceError::OutOfRange { offset, len, size: 3000 }));
+        }
+        let mut stranger = Arena::new("u", Origin { tenant: 2, worker: 3 }, 4096);
+        assert_eq!(stranger.span(buffer, 0, 1, false), Err(DeviceError::ForeignHandle));
+        assert_eq!(stranger.free(buffer), Err(DeviceError::ForeignHandle));
+        let mut later = Arena::new("t", Origin { tenant: 1, worker: 4 }, 4096);
+        assert!(matches!(later.span(buffer, 0, 1, false), Err(DeviceError::DeviceLost { .. })));
+        for made_up in [0, 1, u64::MAX, buffer.0 + 1, buffer.0 | 1 << INDEX_BITS] {
+            assert!(arena.span(Handle(made_up), 0, 1, false).is_err(), "{made_up:x}");
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! Moving bytes: between buffers, to and from pinned memory, and through staging to and from ordinary memory.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use parking_lot::Mutex;
+
+use crate::arena::Handle;
+use crate::device::{Completion, Tenant};
+use crate::error::DeviceError;
+use crate::job::{Cell, Job};
+use crate::link::Order;
+use crate::pinned::Pinned;
+use crate::slab::PAYLOAD_BYTES_MAX;
+use crate::staging::{BLOCK_BYTES, Block, Keep, Staging};
+
+/// Copies of ordinary memory from this size on are shared between threads: one alone fills staging slower than a GPU
+/// empties it.
+const PARALLEL_BYTES_MIN: usize = 8 << 20;
+
+/// Threads that share a large copy.
+const COPY_THREADS_MAX: usize = 8;
+
+impl Tenant {
+    /// Copies within or between buffers.
+    pub fn copy(&self, from: (Handle, u64), to: (Handle, u64), bytes: u64) -> Result<Completion, DeviceError> {
+        let spans = [(from.0, from.1, bytes, false), (to.0, to.1, bytes, from.0 != to.0)];
+        self.send(&spans, |spans| {
+            let (from_address, to_address) = (spans[0].address, spans[1].address);
+            Ok(vec![Job::Copy { from_address, to_address, bytes }.into()])
+        })
+    }
+
+    pub fn fill(&self, buffer: Handle, offset: u64, bytes: u64, value: u8) -> Result<Completion, DeviceError> {
+        self.send(&[(buffer, offset, bytes, true)], |spans| {
+            Ok(vec![Job::Fill { address: spans[0].address, bytes, value }.into()])
+        })
+    }
+
+    /// Copies pinned memory to a buffer.
+    pub fn write_pinned(&self, from: (&Pinned, u64), to: (Handle, u64), bytes: u64) -> Result<Completion, DeviceError> {
+        from.0.check(from.1, bytes)?;
+        let from_offset = from.0.slab_offset() + from.1;
+        self.count_to(bytes);
+        self.send(&[(to.0, to.1, bytes, true)], |spans| {
+            let job = Job::Write { from_offset, to_address: spans[0].address, bytes };
+            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(from.0.clone())) }])
+        })
+    }
+
+    /// Copies a buffer to pinned memory.
+    pub fn read_pinned(&self, from: (Handle, u64), to: (&Pinned, u64), bytes: u64) -> Result<Completion, DeviceError> {
+        to.0.check(to.1, bytes)?;
+        let to_offset = to.0.slab_offset() + to.1;
+        self.count_from(bytes);
+        self.send(&[(from.0, from.1, bytes, false)], |spans| {
+            let job = Job::Read { from_address: spans[0].address, to_offset, bytes };
+            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(to.0.clone())) }])
+        })
+    }
+
+    /// Copies ordinary memory to a buffer; done when it returns.
+    pub async fn write(&self, buffer: Handle, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        if bytes.len() <= PAYLOAD_BYTES_MAX {
+            return self.write_inline(buffer, offset, bytes)?.await;
+        }
+        self.check_range(buffer, offset, bytes.len())?;
+        self.zero_unless_whole(buffer, offset, bytes.len() as u64)?;
+        let bound = self.0.bound()?;
+        // As many as there are blocks for are under way at once. Blocks come back when their copies are seen to be done, so
+        // whoever has some under way waits for those, and only then for others'.
+        let mut under_way = VecDeque::new();
+        for (n, piece) in bytes.chunks(BLOCK_BYTES as usize).enumerate() {
+            let block = loop {
+                match (bound.link.staging.try_block(), under_way.pop_front()) {
+                    (Some(block), oldest) => {
+                        oldest.into_iter().for_each(|oldest| under_way.push_front(oldest));
+                        break block;
+                    }
+                    (None, Some(oldest)) => oldest.await?,
+                    (None, None) => break bound.link.staging.block().await?,
+                }
+            };
+            under_way.push_back(self.write_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece)?);
+        }
+        for completion in under_way {
+            completion.await?;
+        }
+        Ok(())
+    }
+
+    /// The same in this thread and, for large copies, some helpers.
+    pub fn write_blocking(&self, buffer: Handle, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        if bytes.len() < PARALLEL_BYTES_MIN {
+            return block_on(self.write(buffer, offset, bytes));
+        }
+        self.check_range(buffer, offset, bytes.len())?;
+        self.zero_unless_whole(buffer, offset, bytes.len() as u64)?;
+        let bound = self.0.bound()?;
+        in_parallel(
+            &bound.link.staging,
+            bytes.chunks(BLOCK_BYTES as usize).enumerate().collect(),
+            |block, (n, piece)| {
+                self.write_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece).map(|sent| (sent, ()))
+            },
+        )
+    }
+
+    fn write_block(&self, block: Block, buffer: Handle, offset: u64, piece: &[u8]) -> Result<Completion, DeviceError> {
+        block.slab().copy_in(block.offset, piece);
+        let bytes = piece.len() as u64;
+        self.count_to(bytes);
+        self.send(&[(buffer, offset, bytes, true)], |spans| {
+            let job = Job::Write { from_offset: block.offset, to_address: spans[0].address, bytes };
+            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Block(block)) }])
+        })
+    }
+
+    fn write_inline(&self, buffer: Handle, offset: u64, bytes: &[u8]) -> Result<Completion, DeviceError> {
+        self.count_to(bytes.len() as u64);
+        self.send(&[(buffer, offset, bytes.len() as u64, true)], |spans| {
+            let job = Job::WriteInline { to_address: spans[0].address };
+            Ok(vec![Order { job, payload: bytes, keeps: None }])
+        })
+    }
+
+    /// Copies a buffer to ordinary memory; done when it returns.
+    pub async fn read(&self, buffer: Handle, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        if bytes.len() <= PAYLOAD_BYTES_MAX {
+            let Completion(mut ticket) = self.read_inline(buffer, offset, bytes.len() as u64)?;
+            let (link, cell) = (ticket.link().clone(), ticket.cell());
+            return std::future::poll_fn(|cx| {
+                ticket.poll_with(cx, |_| Cell(link.slab.cell(cell)).payload(bytes)).map(|answer| answer.map(drop))
+            })
+            .await;
+        }
+        self.check_range(buffer, offset, bytes.len())?;
+        let bound = self.0.bound()?;
+        // All that fit are under way at once; each is copied out as it comes.
+        let mut pieces = bytes.chunks_mut(BLOCK_BYTES as usize).enumerate();
+        let mut under_way = VecDeque::new();
+        loop {
+            let block = match under_way.is_empty() {
+                true => Some(bound.link.staging.block().await?),
+                false => bound.link.staging.try_block(),
+            };
+            if let Some(block) = block
+                && let Some((n, piece)) = pieces.next()
+            {
+                let sent = self.read_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece.len() as u64)?;
+                under_way.push_back((sent, piece));
+                continue;
+            }
+            let Some((Completion(mut ticket), piece)) = under_way.pop_front() else { return Ok(()) };
+            std::future::poll_fn(|cx| ticket.poll_with(cx, |kept| copy_out(kept, piece))).await?;
+        }
+    }
+
+    /// The same in this thread and, for large copies, some helpers.
+    pub fn read_blocking(&self, buffer: Handle, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        if bytes.len() < PARALLEL_BYTES_MIN {
+            return block_on(self.read(buffer, offset, bytes));
+        }
+        self.check_range(buffer, offset, bytes.len())?;
+        let bound = self.0.bound()?;
+        in_parallel(
+            &bound.link.staging,
+            bytes.chunks_mut(BLOCK_BYTES as usize).enumerate().collect(),
+            |block, (n, piece)| {
+                let sent = self.read_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece.len() as u64)?;
+                Ok((sent, piece))
+            },
+        )
+    }
+
+    fn read_block(&self, block: Block, buffer: Handle, offset: u64, bytes: u64) -> Result<Completion, DeviceError> {
+        self.count_from(bytes);
+        self.send(&[(buffer, offset, bytes, false)], |spans| {
+            let job = Job::Read { from_address: spans[0].address, to_offset: block.offset, bytes };
+            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Block(block)) }])
+        })
+    }
+
+    fn read_inline(&self, buffer: Handle, offset: u64, bytes: u64) -> Result<Completion, DeviceError> {
+        self.count_from(bytes);
+        self.send(&[(buffer, offset, bytes, false)], |spans| {
+            Ok(vec![Job::ReadInline { from_address: spans[0].address, bytes }.into()])
+        })
+    }
+
+    fn check_range(&self, buffer: Handle, offset: u64, len: usize) -> Result<(), DeviceError> {
+        self.0.bound()?;
+        self.0.place.lock().arena.peek(buffer, offset, len as u64, false).map(drop)
+    }
+
+    /// A copy in pieces overwrites a buffer as a whole only if they are all of it.
+    fn zero_unless_whole(&self, buffer: Handle, offset: u64, bytes: u64) -> Result<(), DeviceError> {
+        let mut place = self.0.place.lock();
+        let span = place.arena.peek(buffer, offset, bytes, true)?;
+        match span.zero_first {
+            None => place.arena.touch(buffer),
+            Some(_) => {
+                drop(place);
+                drop(self.send(&[(buffer, offset, bytes, true)], |_| Ok(vec![]))?);
+            }
+        }
+        Ok(())
+    }
+
+    fn count_to(&self, bytes: u64) {
+        self.device().0.metrics.bytes_to_device.inc_by(bytes);
+    }
+
+    fn count_from(&self, bytes: u64) {
+        self.device().0.metrics.bytes_from_device.inc_by(bytes);
+    }
+}
+
+fn copy_out(kept: Option<&Keep>, piece: &mut [u8]) {
+    if let Some(Keep::Block(block)) = kept {
+        block.slab().copy_out(block.offset, piece);
+    }
+}
+
+/// Shares pieces of a copy between threads: each fills or empties a block and has it sent, keeping one more under way.
+fn in_parallel<P: Send, R: Piece>(
+    staging: &Arc<Staging>,
+    pieces: Vec<P>,
+    send: impl Fn(Block, P) -> Result<(Completion, R), DeviceError> + Sync,
+) -> Result<(), DeviceError> {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let threads = cores.min(COPY_THREADS_MAX).min(pieces.len());
+    let left = Mutex::new(pieces.into_iter());
+    let work = || {
+        let mut under_way: VecDeque<(Completion, R)> = VecDeque::new();
+        let finish = |(Completion(ticket), target): (Completion, R)| ticket.wait(|kept| target.arrived(kept)).map(drop);
+        while let Some(piece) = { left.lock().next() } {
+            // Own work first: blocks come back only when somebody sees that their copies are done.
+            let block = loop {
+                match (staging.try_block(), under_way.pop_front()) {
+                    (Some(block), oldest) => {
+                        oldest.into_iter().for_each(|oldest| under_way.push_front(oldest));
+                        break block;
+                    }
+                    (None, Some(oldest)) => finish(oldest)?,
+                    (None, None) => break block_on(staging.block())?,
+                }
+            };
+            under_way.push_back(send(block, piece)?);
+            if under_way.len() > 1 {
+                under_way.pop_front().map_or(Ok(()), finish)?;
+            }
+        }
+        under_way.into_iter().try_for_each(finish)
+    };
+    std::thread::scope(|scope| {
+        let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        let own = work();
+        let lost = || DeviceError::Refused { why: "a copying thread panicked".to_owned() };
+        helpers.into_iter().map(|h| h.join().unwrap_or_else(|_| Err(lost()))).fold(own, Result::and)
+    })
+}
+
+/// What becomes of a piece once it is through.
+trait Piece: Send {
+    fn arrived(self, kept: Option<&Keep>);
+}
+
+impl Piece for () {
+    fn arrived(self, _kept: Option<&Keep>) {}
+}
+
+impl Piece for &mut [u8] {
+    fn arrived(self, kept: Option<&Keep>) {
+        copy_out(kept, self);
+    }
+}
+
+/// Runs a future in this thread.
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(std::thread::Thread);
+    impl std::task::Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Arc::new(Unpark(std::thread::current())).into();
+    let mut cx = Context::from_waker(&waker);
+    let mut future = std::pin::pin!(future);
+    loop {
+        match future.as_mut().poll(&mut cx) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}

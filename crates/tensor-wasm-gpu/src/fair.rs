@@ -1,0 +1,305 @@
+//! Whose job goes to the device next: deficit round robin by measured device time. The decision alone, without clocks,
+//! threads or devices; `link.rs` wraps it.
+//!
+//! Each tenant has a line of its own. Tenants take turns; one may send jobs while its deficit is positive, each send takes
+//! what its jobs have cost on average, and what the job really took is settled when it is done. When everybody who waits
+//! has used up its deficit, all of them get a quantum by weight.
+
+use std::collections::VecDeque;
+
+use slab::Slab;
+
+/// What a tenant of weight 1 may use before the next has its turn.
+const QUANTUM_NS: i64 = 500_000;
+
+/// Work on the device at once, by estimate: while several tenants have some, and while one is alone. Somebody who comes
+/// finds that much before its own, because what is on the device is beyond our control.
+const WINDOW_NS: i64 = 1_500_000;
+const WINDOW_ALONE_NS: i64 = 10_000_000;
+
+/// Tenants that take turns this closely are not alone in between.
+const COMPANY_NS: u64 = 100_000_000;
+
+/// The estimate for a tenant's first job.
+const FIRST_ESTIMATE_NS: i64 = 10_000;
+
+/// Until so many of a line's jobs have been seen, nothing is known about them, and only a few are sent beside others'.
+const STRANGER_JOBS: u32 = 8;
+const STRANGER_RUNNING_MAX: usize = 2;
+
+/// Jobs from this length on make way for shorter ones.
+const LONG_NS: i64 = 200_000;
+
+/// A job counts for at least this much, so that jobs that take no time at all still take turns.
+const COST_MIN_NS: i64 = 1_000;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Share {
+    /// 0 for what is nobody's: always sent next, and no company to anybody.
+    pub weight: u32,
+    /// Jobs on the device at once.
+    pub running_max: usize,
+    /// Jobs in line.
+    pub waiting_max: usize,
+}
+
+struct Line<J> {
+    share: Share,
+    waiting: VecDeque<J>,
+    /// What each job on the device was estimated at, in the order they were sent.
+    running: VecDeque<i64>,
+    deficit_ns: i64,
+    estimate_ns: i64,
+    seen: u32,
+    has_turn: bool,
+}
+
+impl<J> Line<J> {
+    fn has_room(&self, crowded: bool) -> bool {
+        let is_stranger = crowded && self.seen < STRANGER_JOBS;
+        self.running.len() < if is_stranger { STRANGER_RUNNING_MAX } else { self.share.running_max }
+    }
+}
+
+pub(crate) struct Fair<J> {
+    lines: Slab<Line<J>>,
+    /// Lines with jobs waiting, in the order of their turns.
+    turns: VecDeque<usize>,
+    /// Lines with jobs waiting or running.
+    active: usize,
+    running_ns: i64,
+    /// Whose job came last, and when a job last came of another than the one before.
+    last: Option<usize>,
+    company_ns: Option<u64>,
+}
+
+/// The line is full; how many wait in it.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Full(pub usize);
+
+impl<J> Fair<J> {
+    pub(crate) fn new() -> Fair<J> {
+        Fair { lines: Slab::new(), turns: VecDeque::new(), active: 0, running_ns: 0, last: None, company_ns: None }
+    }
+
+    pub(crate) fn open(&mut self, share: Share) -> usize {
+        let estimate_ns = FIRST_ESTIMATE_NS;
+        let (waiting, running) = (VecDeque::new(), VecDeque::new());
+        self.lines.insert(Line {
+            share,
+            waiting,
+            running,
+            deficit_ns: QUANTUM_NS,
+            estimate_ns,
+            seen: 0,
+            has_turn: false,
+        })
+    }
+
+    /// Closes a line that has nothing waiting or running.
+    pub(crate) fn close(&mut self, line: usize) {
+        debug_assert!(self.is_idle(line));
+        if self.lines.contains(line) && self.is_idle(line) {
+            self.lines.remove(line);
+            self.turns.retain(|n| *n != line);
+        }
+    }
+
+    fn is_idle(&self, line: usize) -> bool {
+        self.lines[line].waiting.is_empty() && self.lines[line].running.is_empty()
+    }
+
+    pub(crate) fn waiting(&self, line: usize) -> usize {
+        self.lines[line].waiting.len()
+    }
+
+    /// Whether a line's jobs are so long that others should go first where the device can choose.
+    pub(crate) fn is_long(&self, line: usize) -> bool {
+        self.lines[line].estimate_ns >= LONG_NS
+    }
+
+    /// How many more jobs may wait in a line.
+    pub(crate) fn room(&self, line: usize) -> usize {
+        let own = &self.lines[line];
+        own.share.waiting_max.saturating_sub(own.waiting.len())
+    }
+
+    /// Puts a job in line, at a time in nanoseconds.
+    pub(crate) fn submit(&mut self, line: usize, job: J, now_ns: u64) -> Result<(), (Full, J)> {
+        let is_somebody = self.lines[line].share.weight > 0;
+        if is_somebody && self.last.replace(line).is_some_and(|last| last != line) {
+            self.company_ns = Some(now_ns);
+        }
+        let was_idle = self.is_idle(line) && is_somebody;
+        let own = &mut self.lines[line];
+        if own.waiting.len() >= own.share.waiting_max {
+            return Err((Full(own.waiting.len()), job));
+        }
+        own.waiting.push_back(job);
+        self.active += usize::from(was_idle);
+        if !own.has_turn {
+            own.has_turn = true;
+            self.turns.push_back(line);
+        }
+        Ok(())
+    }
+
+    /// Whether more than one tenant has work, or had some a moment ago.
+    pub(crate) fn is_crowded(&self, now_ns: u64) -> bool {
+        self.active > 1 || self.company_ns.is_some_and(|then| now_ns.saturating_sub(then) < COMPANY_NS)
+    }
+
+    /// The next job to send, if one may be sent now.
+    pub(crate) fn next(&mut self, now_ns: u64) -> Option<(usize, J)> {
+        let crowded = self.is_crowded(now_ns);
+        let is_full = self.running_ns >= if crowded { WINDOW_NS } else { WINDOW_ALONE_NS };
+        // Once round without quanta, and once more after giving them.
+        for _ in 0..2 {
+            let mut is_owed = false;
+            for _ in 0..self.turns.len() {
+                let line = *self.turns.front()?;
+                let own = &mut self.lines[line];
+                if own.waiting.is_empty() {
+                    own.has_turn = false;
+                    self.turns.pop_front();
+                    continue;
+                }
+                // Whoever has nothing on the device may always have one thing there.
+                let is_nobody = own.share.weight == 0;
+                let has_room = own.has_room(crowded && !is_nobody) && (!is_full || is_nobody || own.running.is_empty());
+                let may_use = !crowded || is_nobody || own.deficit_ns > 0;
+                if !has_room || !may_use {
+                    is_owed |= may_use;
+                    self.turns.rotate_left(1);
+                    continue;
+                }
+                let job = own.waiting.pop_front()?;
+                let estimate_ns = if is_nobody { 0 } else { own.estimate_ns };
+                own.deficit_ns -= estimate_ns;
+                own.running.push_back(estimate_ns);
+                self.running_ns += estimate_ns;
+                return Some((line, job));
+            }
+            // Somebody with time left has as many jobs on the device as it may; the others wait for it, not it for them.
+            if is_owed {
+                return None;
+            }
+            self.give_quanta();
+        }
+        None
+    }
+
+    /// Gives as many quanta as it takes until somebody who could send may.
+    fn give_quanta(&mut self) {
+        let quantum = |own: &Line<J>| QUANTUM_NS * i64::from(own.share.weight.max(1));
+        let could_send = |own: &&Line<J>| !own.waiting.is_empty() && own.has_room(true);
+        let lines = self.turns.iter().filter_map(|line| self.lines.get(*line));
+        let rounds = lines.filter(could_send).map(|own| (-own.deficit_ns).max(0) / quantum(own) + 1).min();
+        let Some(rounds) = rounds else { return };
+        for line in &self.turns {
+            let own = &mut self.lines[*line];
+            own.deficit_ns += rounds * quantum(own);
+        }
+    }
+
+    /// The oldest job of a line that was on the device is done; it took this long.
+    pub(crate) fn done(&mut self, line: usize, took_ns: i64) {
+        let own = &mut self.lines[line];
+        let Some(estimate) = own.running.pop_front() else { return };
+        let cost = took_ns.max(COST_MIN_NS);
+        self.running_ns -= estimate;
+        if own.share.weight == 0 {
+            return;
+        }
+        own.deficit_ns += estimate - cost;
+        // The first ones count for much, then the average settles.
+        own.seen = own.seen.saturating_add(1);
+        let inertia = i64::from(own.seen.min(8));
+        own.estimate_ns = (own.estimate_ns * (inertia - 1) + cost) / inertia;
+        if self.is_idle(line) {
+            self.active -= 1;
+            // Silence earns nothing: nobody saves up more than one turn.
+            let own = &mut self.lines[line];
+            own.deficit_ns = own.deficit_ns.min(QUANTUM_NS * i64::from(own.share.weight.max(1)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHARE: Share = Share { weight: 1, running_max: 64, waiting_max: 10_000 };
+
+    /// A device that runs one job at a time, in the order sent. Returns the time each line got and the longest wait of a
+    /// job of line 0, over `jobs` jobs in all.
+    fn simulate(lines: &[(Share, i64)], jobs: usize) -> (Vec<i64>, i64) {
+        let mut fair: Fair<i64> = Fair::new();
+        let ids: Vec<usize> = lines.iter().map(|(share, _)| fair.open(*share)).collect();
+        let (mut now, mut got, mut longest) = (0, vec![0; lines.len()], 0);
+        let mut on_device: VecDeque<(usize, i64)> = VecDeque::new();
+        for (at, line) in ids.iter().enumerate() {
+            let backlog = if at == 0 { 1 } else { 200 };
+            (0..backlog).for_each(|_| fair.submit(*line, now, now as u64).unwrap());
+        }
+        for _ in 0..jobs {
+            while let Some((line, since)) = fair.next(now as u64) {
+                on_device.push_back((line, since));
+            }
+            let (line, since) = on_device.pop_front().unwrap();
+            let at = ids.iter().position(|id| *id == line).unwrap();
+            now += lines[at].1;
+            got[at] += lines[at].1;
+            fair.done(line, lines[at].1);
+            if at == 0 {
+                longest = longest.max(now - since);
+            }
+            fair.submit(line, now, now as u64).unwrap();
+        }
+        (got, longest)
+    }
+
+    #[test]
+    fn a_flood_of_long_jobs_does_not_keep_a_short_one_waiting() {
+        let (_, longest) = simulate(&[(SHARE, 10_000), (SHARE, 1_000_000)], 5_000);
+        assert!(longest <= 4_000_000, "{longest} ns");
+        let (_, longest) = simulate(&[(SHARE, 10_000), (SHARE, 1_000_000), (SHARE, 1_000_000)], 5_000);
+        assert!(longest <= 6_000_000, "{longest} ns");
+    }
+
+    #[test]
+    fn device_time_is_shared_by_weight_whatever_the_jobs_take() {
+        for (short, long) in [(50_000, 50_000), (20_000, 400_000), (5_000, 900_000)] {
+            let heavy = Share { weight: 3, ..SHARE };
+            let (got, _) = simulate(&[(SHARE, 1_000), (heavy, short), (SHARE, long)], 100_000);
+            let ratio = got[1] as f64 / got[2] as f64;
+            assert!((2.6..3.4).contains(&ratio), "{short} and {long} ns: {ratio}");
+        }
+    }
+
+    #[test]
+    fn alone_one_sends_as_much_as_it_may() {
+        let mut fair: Fair<u32> = Fair::new();
+        let line = fair.open(Share { running_max: 100, waiting_max: 150, ..SHARE });
+        (0..150).for_each(|n| fair.submit(line, n, u64::from(n) * 1_000_000_000).unwrap());
+        assert_eq!(fair.submit(line, 150, 0), Err((Full(150), 150)));
+        let sent: Vec<u32> = std::iter::from_fn(|| fair.next(u64::MAX).map(|(_, n)| n)).collect();
+        assert_eq!(sent, (0..100).collect::<Vec<_>>());
+        fair.done(line, 10_000_000_000);
+        assert_eq!(fair.next(u64::MAX), Some((line, 100)), "a debt to nobody");
+    }
+
+    #[test]
+    fn lines_come_and_go() {
+        let mut fair: Fair<u32> = Fair::new();
+        for n in 0..1000 {
+            let line = fair.open(SHARE);
+            fair.submit(line, n, u64::from(n) * 1_000_000_000).unwrap();
+            assert_eq!(fair.next(u64::MAX), Some((line, n)));
+            fair.done(line, 5);
+            assert_eq!(fair.next(u64::MAX), None);
+            fair.close(line);
+        }
+        assert_eq!((fair.lines.len(), fair.turns.len(), fair.active, fair.running_ns), (0, 0, 0, 0));
+    }
+}

@@ -1,0 +1,353 @@
+//! Starts a device's worker, watches it, and starts another when it is lost: when its process ended, when it says that its
+//! device is broken, when it takes no jobs any more, or when a job does not end.
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use crate::backend::Backend;
+use crate::backend::cpu::CpuBackend;
+use crate::backend::cuda::CudaBackend;
+use crate::choice::{DeviceChoice, Unavailable};
+use crate::device::{DeviceEvent, Inner, OpenOptions, Placement};
+use crate::link::Link;
+use crate::metrics::Metrics;
+use crate::slab::{Slab, WorkerState};
+use crate::worker;
+
+/// A worker must be ready within this; a CUDA context takes about a third of a second.
+const START_MAX: Duration = Duration::from_secs(60);
+
+/// Between two looks at a worker.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// Between two attempts to start a worker, doubled each time.
+const RETRY_MIN: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(5);
+
+/// A worker with nothing to do looks for work this long before it sleeps. On its own it may, beside others on a few cores
+/// it may not.
+const IDLE_SPIN_CUDA: Duration = Duration::from_millis(2);
+const IDLE_SPIN_CPU: Duration = Duration::from_micros(50);
+
+/// A worker that has just started, and the link to it.
+struct Started {
+    link: Arc<Link>,
+    body: Body,
+}
+
+/// A device's first worker, and who watches it.
+pub(crate) struct Opened {
+    pub link: Arc<Link>,
+    /// Why it is not the device that was wanted first.
+    pub fallback: Option<Unavailable>,
+    pub keeper: Keeper,
+}
+
+enum Body {
+    Thread,
+    Process(Child),
+}
+
+impl Body {
+    fn end(&mut self) {
+        if let Body::Process(child) = self {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    /// What became of it, if it is over.
+    fn over(&mut self) -> Option<String> {
+        match self {
+            Body::Thread => None,
+            Body::Process(child) => match child.try_wait() {
+                Ok(None) => None,
+                Ok(Some(status)) => Some(format!("the worker process ended: {status}")),
+                Err(error) => Some(format!("the worker process cannot be watched: {error}")),
+            },
+        }
+    }
+}
+
+/// Starts a worker and waits until it is ready.
+fn start(
+    options: &OpenOptions,
+    choice: DeviceChoice,
+    worker: u32,
+    metrics: &Arc<Metrics>,
+) -> Result<Started, Unavailable> {
+    if let DeviceChoice::Cuda(index) = choice {
+        // Asked in this process only where the worker is a thread of it; a process asks for itself.
+        if options.placement == Placement::Thread {
+            crate::backend::cuda::probe(index)?;
+        }
+    }
+    let slab = Arc::new(Slab::create(options.memory).map_err(|why| Unavailable::Memory { why })?);
+    let mut body = match &options.placement {
+        Placement::Thread => {
+            let own = slab.clone();
+            let run = move || serve(&own, choice);
+            let spawned = std::thread::Builder::new().name("device-worker".to_owned()).spawn(run);
+            spawned.map_err(|e| Unavailable::Worker { why: e.to_string() })?;
+            Body::Thread
+        }
+        Placement::Process { exe, args } => {
+            let fd = slab.fd().as_raw_fd();
+            let mut command = Command::new(exe);
+            command.args(args).args(["--slab-fd", &fd.to_string(), "--device", &choice.to_string()]);
+            command.stdin(Stdio::null()).stdout(Stdio::null());
+            // Only what CUDA looks at: a worker has no business with our secrets.
+            command.env_clear();
+            let passed = |(name, _): &(std::ffi::OsString, _)| {
+                let name = name.to_string_lossy();
+                ["CUDA", "NV", "LD_LIBRARY_PATH", "PATH", "HOME", "RUST_BACKTRACE"].iter().any(|p| name.starts_with(p))
+            };
+            command.envs(std::env::vars_os().filter(passed));
+            let keep = move || inherit(fd);
+            // SAFETY: the closure makes one system call and allocates nothing, which is allowed between fork and exec.
+            unsafe { command.pre_exec(keep) };
+            let child = command.spawn();
+            Body::Process(child.map_err(|e| Unavailable::Worker { why: format!("{}: {e}", exe.display()) })?)
+        }
+    };
+    let until = Instant::now() + START_MAX;
+    loop {
+        match slab.state() {
+            WorkerState::Ready => break,
+            WorkerState::Failed | WorkerState::Lost => {
+                body.end();
+                return Err(crate::info::unavailable(&slab));
+            }
+            WorkerState::Starting => {}
+        }
+        if let Some(why) = body.over() {
+            return Err(Unavailable::Worker { why });
+        }
+        if Instant::now() > until {
+            body.end();
+            return Err(Unavailable::Worker { why: format!("it was not ready after {START_MAX:?}") });
+        }
+        slab.done_bell().sleep_unless(|| slab.state() != WorkerState::Starting, Some(LOOK_EVERY));
+    }
+    Ok(Started { link: Link::new(slab, worker, metrics.clone()), body })
+}
+
+/// Lets the child keep a descriptor that would be closed when it becomes the worker.
+fn inherit(fd: RawFd) -> std::io::Result<()> {
+    // SAFETY: the descriptor is open: it is the slab's, which the parent holds while it spawns.
+    let fd = unsafe { rustix::fd::BorrowedFd::borrow_raw(fd) };
+    rustix::io::fcntl_setfd(fd, rustix::io::FdFlags::empty())?;
+    Ok(())
+}
+
+/// Opens the device and runs jobs; what a worker does, wherever it is.
+fn serve(slab: &Arc<Slab>, choice: DeviceChoice) {
+    let opened: Result<(Box<dyn Backend>, Duration), Unavailable> = match choice {
+        DeviceChoice::Auto | DeviceChoice::Cpu => match CpuBackend::new(slab.clone()) {
+            Ok(backend) => Ok((Box::new(backend), IDLE_SPIN_CPU)),
+            Err(why) => Err(Unavailable::Worker { why }),
+        },
+        DeviceChoice::Cuda(index) => {
+            CudaBackend::open(slab.clone(), index).map(|backend| (Box::new(backend) as _, IDLE_SPIN_CUDA))
+        }
+    };
+    match opened {
+        Ok((mut backend, idle_spin)) => {
+            crate::info::put(slab, &backend.info());
+            worker::run(slab, &mut *backend, idle_spin);
+        }
+        Err(why) => {
+            crate::info::put_unavailable(slab, &why);
+            slab.set_state(WorkerState::Failed);
+            slab.done_bell().ring();
+        }
+    }
+}
+
+/// The `main` of a worker process, with the arguments that [`Placement::Process`] appends.
+pub fn worker_main(slab_fd: i32, choice: DeviceChoice) -> ExitCode {
+    if let Err(error) = renounce() {
+        tracing::warn!(%error, "the device worker keeps privileges it does not need");
+    }
+    if slab_fd < 3 {
+        return ExitCode::from(2);
+    }
+    // SAFETY: the parent passed this descriptor for us alone; nothing else in this process has it.
+    let fd = unsafe { OwnedFd::from_raw_fd(slab_fd) };
+    let slab = match Slab::open(fd) {
+        Ok(slab) => Arc::new(slab),
+        Err(why) => {
+            tracing::error!(why, "this is not how a device worker is started");
+            return ExitCode::from(2);
+        }
+    };
+    serve(&slab, choice);
+    match slab.state() {
+        WorkerState::Ready => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    }
+}
+
+/// Ends with the parent, never gains privileges, leaves no core file of tenants' memory, and gives up its capabilities.
+fn renounce() -> rustix::io::Result<()> {
+    use rustix::process::{Resource, Rlimit, Signal};
+    use rustix::thread::{CapabilitySet, CapabilitySets};
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    rustix::thread::set_no_new_privs(true)?;
+    rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+    // Registering memory with a device may need to lock more of it than a limit allows.
+    let locking = CapabilitySet::IPC_LOCK;
+    let kept = rustix::thread::capabilities(None)?.permitted & locking;
+    rustix::thread::set_capabilities(
+        None,
+        CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() },
+    )
+}
+
+/// Opens a device. A worker process ends with the thread that started it, so that is a thread which stays: the keeper's.
+pub(crate) fn open(options: &OpenOptions, metrics: &Arc<Metrics>) -> Result<Opened, Unavailable> {
+    let (tell, opened) = channel();
+    let (give, device) = channel();
+    let (options, metrics) = (options.clone(), metrics.clone());
+    let keep = move || {
+        let first = |choice| start(&options, choice, 0, &metrics).map(|started| (started, choice));
+        let started = match options.choice {
+            DeviceChoice::Auto => match first(DeviceChoice::Cuda(0)) {
+                Ok(started) => Ok((started, None)),
+                Err(why) => first(DeviceChoice::Cpu).map(|started| (started, Some(why))),
+            },
+            choice => first(choice).map(|started| (started, None)),
+        };
+        let ((Started { link, body }, choice), fallback) = match started {
+            Ok(started) => started,
+            Err(why) => return drop(tell.send(Err(why))),
+        };
+        let body = Arc::new(Mutex::new(body));
+        drop(tell.send(Ok((link, fallback, body.clone()))));
+        match device.recv() {
+            Ok(device) => Watch { options, choice, metrics, device, body }.run(),
+            Err(_) => body.lock().end(),
+        }
+    };
+    let spawned = std::thread::Builder::new().name("device-keeper".to_owned()).spawn(keep);
+    let thread = spawned.map_err(|e| Unavailable::Worker { why: e.to_string() })?;
+    let ended = |_| Unavailable::Worker { why: "the thread that starts it ended".to_owned() };
+    let (link, fallback, body) = opened.recv().map_err(ended)??;
+    Ok(Opened { link, fallback, keeper: Keeper { thread, give, body } })
+}
+
+/// Watches a device's worker for as long as the device is open.
+pub(crate) struct Keeper {
+    thread: JoinHandle<()>,
+    give: Sender<Weak<Inner>>,
+    body: Arc<Mutex<Body>>,
+}
+
+impl Keeper {
+    pub(crate) fn watch(&self, device: Weak<Inner>) {
+        let _ = self.give.send(device);
+    }
+
+    pub(crate) fn pid(&self) -> Option<u32> {
+        match &*self.body.lock() {
+            Body::Thread => None,
+            Body::Process(child) => Some(child.id()),
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        // The device is gone, which the thread sees when it looks next; the process need not wait for that.
+        self.body.lock().end();
+        self.thread.thread().unpark();
+    }
+}
+
+struct Watch {
+    options: OpenOptions,
+    choice: DeviceChoice,
+    metrics: Arc<Metrics>,
+    device: Weak<Inner>,
+    body: Arc<Mutex<Body>>,
+}
+
+impl Watch {
+    fn run(&self) {
+        let mut beat = (0, Instant::now());
+        loop {
+            std::thread::park_timeout(LOOK_EVERY);
+            let Some(device) = self.device.upgrade() else { return };
+            let link = device.link();
+            if let Some(why) = self.trouble(&link, &mut beat) {
+                link.lose(&why);
+            }
+            let Some(lost) = link.lost() else { continue };
+            let began = Instant::now();
+            self.metrics.device_lost.inc();
+            self.body.lock().end();
+            let worker = link.worker.wrapping_add(1);
+            // Whoever has the device must be able to let go of it while this goes on.
+            drop((link, device));
+            self.options.events.tell(DeviceEvent::Lost { why: lost.to_string() });
+            if !self.restart(worker) {
+                return;
+            }
+            beat = (0, Instant::now());
+            self.options.events.tell(DeviceEvent::Restored { after: began.elapsed() });
+        }
+    }
+
+    /// Starts another worker, as often as it takes. False if the device was closed meanwhile.
+    fn restart(&self, worker: u32) -> bool {
+        let mut pause = RETRY_MIN;
+        loop {
+            let started = start(&self.options, self.choice, worker, &self.metrics);
+            let Some(device) = self.device.upgrade() else {
+                if let Ok(Started { mut body, .. }) = started {
+                    body.end();
+                }
+                return false;
+            };
+            match started {
+                Ok(Started { link, body }) => {
+                    *self.body.lock() = body;
+                    device.replace(link);
+                    return true;
+                }
+                Err(error) => {
+                    tracing::error!(%error, "the device worker cannot be started again; trying on");
+                    drop(device);
+                    std::thread::park_timeout(pause);
+                    pause = (pause * 2).min(RETRY_MAX);
+                }
+            }
+        }
+    }
+
+    /// What is wrong with the worker, if anything.
+    fn trouble(&self, link: &Link, beat: &mut (u64, Instant)) -> Option<String> {
+        if let Some(over) = self.body.lock().over() {
+            return Some(over);
+        }
+        if link.slab.state() == WorkerState::Lost {
+            return Some(crate::info::reason(&link.slab));
+        }
+        let now = link.slab.heartbeat().load(Ordering::Relaxed);
+        if now != beat.0 || link.slab.ring().is_empty() {
+            *beat = (now, Instant::now());
+        } else if beat.1.elapsed() > self.options.hang {
+            return Some(format!("the worker has taken no job for {:?}", self.options.hang));
+        }
+        let oldest = link.oldest()?;
+        (oldest > self.options.job_max).then(|| format!("a job was not done after {:?}", self.options.job_max))
+    }
+}

@@ -1,0 +1,153 @@
+//! Memory that host and device both see in place: parts of the slab's pinned region, registered once with the device.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::error::DeviceError;
+use crate::slab::Slab;
+
+/// Parts begin and end at multiples of this, a page.
+const PART_ALIGN: u64 = 4096;
+
+/// Hands out the pinned region, first fit.
+pub(crate) struct PinnedPool {
+    slab: Arc<Slab>,
+    /// Free parts by offset, and their sizes. Neighbours are always merged.
+    free: Mutex<BTreeMap<u64, u64>>,
+}
+
+/// A part of the pinned region. Cloning shares it; it goes back with the last clone, and with the last job that uses it.
+#[derive(Clone)]
+pub struct Pinned(Arc<Part>);
+
+struct Part {
+    pool: Arc<PinnedPool>,
+    offset: u64,
+    len: u64,
+    device_address: u64,
+}
+
+impl PinnedPool {
+    pub(crate) fn new(slab: Arc<Slab>) -> Arc<PinnedPool> {
+        let (begin, len) = (slab.pinned(), slab.plan().pinned_bytes);
+        let free = if len > 0 { BTreeMap::from([(begin, len)]) } else { BTreeMap::new() };
+        Arc::new(PinnedPool { slab, free: Mutex::new(free) })
+    }
+
+    /// A part of at least `len` bytes, zeroed.
+    pub(crate) fn take(self: &Arc<Self>, len: u64, slab_address: u64) -> Result<Pinned, DeviceError> {
+        if len == 0 {
+            return Err(DeviceError::ZeroSize);
+        }
+        let none = DeviceError::OutOfMemory { asked_bytes: len };
+        let Some(bytes) = len.checked_next_multiple_of(PART_ALIGN) else { return Err(none) };
+        let offset = {
+            let mut free = self.free.lock();
+            let (offset, size) = free.iter().find(|(_, size)| **size >= bytes).map(|(o, s)| (*o, *s)).ok_or(none)?;
+            free.remove(&offset);
+            if size > bytes {
+                free.insert(offset + bytes, size - bytes);
+            }
+            offset
+        };
+        let device_address = if slab_address == 0 { 0 } else { slab_address + offset };
+        let pinned = Pinned(Arc::new(Part { pool: self.clone(), offset, len: bytes, device_address }));
+        pinned.zero();
+        Ok(pinned)
+    }
+}
+
+impl Pinned {
+    #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
+    pub fn len(&self) -> u64 {
+        self.0.len
+    }
+
+    /// Where the device sees it; `None` where it does not.
+    pub fn device_address(&self) -> Option<u64> {
+        (self.0.device_address != 0).then_some(self.0.device_address)
+    }
+
+    pub(crate) fn slab_offset(&self) -> u64 {
+        self.0.offset
+    }
+
+    /// Copies bytes in. What a job under way reads or writes of it meanwhile is undefined bytes, not undefined behaviour.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.check(offset, bytes.len() as u64)?;
+        self.0.pool.slab.copy_in(self.0.offset + offset, bytes);
+        Ok(())
+    }
+
+    /// Copies bytes out.
+    pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        self.check(offset, bytes.len() as u64)?;
+        self.0.pool.slab.copy_out(self.0.offset + offset, bytes);
+        Ok(())
+    }
+
+    pub(crate) fn check(&self, offset: u64, len: u64) -> Result<(), DeviceError> {
+        match offset.checked_add(len).is_some_and(|end| end <= self.0.len) {
+            true => Ok(()),
+            false => Err(DeviceError::OutOfRange { offset, len, size: self.0.len }),
+        }
+    }
+
+    fn zero(&self) {
+        static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+        let mut at = 0;
+        while at < self.0.len {
+            let len = (self.0.len - at).min(ZEROS.len() as u64);
+            self.0.pool.slab.copy_in(self.0.offset + at, &ZEROS[..len as usize]);
+            at += len;
+        }
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let mut free = self.pool.free.lock();
+        let (mut offset, mut len) = (self.offset, self.len);
+        if let Some((before, size)) = free.range(..offset).next_back().map(|(o, s)| (*o, *s))
+            && before + size == offset
+        {
+            free.remove(&before);
+            (offset, len) = (before, len + size);
+        }
+        if let Some(size) = free.remove(&(offset + len)) {
+            len += size;
+        }
+        free.insert(offset, len);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slab::SlabPlan;
+
+    #[test]
+    fn parts_do_not_overlap_are_zeroed_and_merge_again() {
+        let slab = Arc::new(Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 4 << 20 }).unwrap());
+        let pool = PinnedPool::new(slab);
+        let parts: Vec<Pinned> = (0..4).map(|_| pool.take(1 << 20, 0).unwrap()).collect();
+        assert_eq!(pool.take(1, 0).err(), Some(DeviceError::OutOfMemory { asked_bytes: 1 }));
+        for (n, part) in parts.iter().enumerate() {
+            part.write(0, &vec![n as u8 + 1; 1 << 20]).unwrap();
+        }
+        let mut seen = vec![0; 1 << 20];
+        parts[2].read(0, &mut seen).unwrap();
+        assert!(seen.iter().all(|byte| *byte == 3));
+        assert!(parts[0].write((1 << 20) - 1, b"ab").is_err() && parts[0].read(u64::MAX, &mut seen).is_err());
+        for part in [1, 3, 0, 2] {
+            drop(parts.get(part).cloned());
+        }
+        drop(parts);
+        let whole = pool.take(4 << 20, 0).unwrap();
+        whole.read(2 << 20, &mut seen).unwrap();
+        assert!(seen.iter().all(|byte| *byte == 0), "what was there is gone");
+        assert_eq!(pool.take(0, 0).err(), Some(DeviceError::ZeroSize));
+    }
+}

@@ -1,0 +1,115 @@
+//! The worker: the one thread that owns a device. It takes jobs from the ring, has the backend do them, and lets the
+//! backend write the stream's flag when they are done. In `serve` it is a process of its own (`process.rs`); for library
+//! use it is a thread (`device.rs`).
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use crate::backend::Backend;
+use crate::error::DeviceError;
+use crate::job::{Answer, Cell};
+use crate::link::{LOW, NOTIFY, PRIORITY};
+use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, STREAMS, Slab, WorkerState};
+
+/// An entry of the ring that ends the worker.
+pub(crate) const STOP: u32 = u32::MAX;
+
+/// Jobs of a stream share one write of its flag, up to this many: the write costs as much as a launch.
+const JOBS_PER_FLAG: usize = 64;
+
+/// Runs jobs until told to stop or until the device is lost.
+pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
+    let ring = slab.ring();
+    let mut unflagged: Vec<(usize, u32)> = Vec::with_capacity(STREAMS);
+    let mut since_flag = 0;
+    let mut tail_seen = ring.start();
+    let mut payload = [0; PAYLOAD_BYTES_MAX];
+    let mut idle_since: Option<Instant> = None;
+    let heartbeat = slab.heartbeat();
+    slab.set_state(WorkerState::Ready);
+    slab.done_bell().ring();
+    loop {
+        let Some(entry) = ring.pop(&mut tail_seen) else {
+            since_flag = 0;
+            if let Err(error) = flag(backend, &mut unflagged) {
+                return lost(slab, &error);
+            }
+            let since = *idle_since.get_or_insert_with(Instant::now);
+            if since.elapsed() < idle_spin {
+                std::hint::spin_loop();
+            } else {
+                slab.worker_bell().sleep_unless(|| !ring.is_empty(), None);
+                idle_since = None;
+            }
+            continue;
+        };
+        idle_since = None;
+        heartbeat.store(heartbeat.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        if entry == STOP {
+            return;
+        }
+        if entry & NOTIFY != 0 {
+            let stream = ((entry & !NOTIFY) as usize).min(STREAMS - 1);
+            let announced = flag(backend, &mut unflagged).and_then(|()| backend.notify(stream));
+            if let Err(error) = announced {
+                return lost(slab, &error);
+            }
+            continue;
+        }
+        if entry & PRIORITY != 0 {
+            let stream = (entry & !(PRIORITY | LOW)) as usize;
+            if let Err(error) = backend.prioritize(stream.min(STREAMS - 1), entry & LOW != 0) {
+                return lost(slab, &error);
+            }
+            continue;
+        }
+        if entry as usize >= CELLS {
+            continue;
+        }
+        // The next job's line is on its way while this one is done.
+        if let Some(next) = ring.peek(tail_seen).filter(|next| (*next as usize) < CELLS) {
+            slab.prefetch(next);
+        }
+        let cell = Cell(slab.cell(entry));
+        // A cell without a job has no stream to flag either; the server finds out when it waits too long.
+        let Some(sent) = cell.get() else { continue };
+        let bytes = &mut payload[..sent.payload_bytes];
+        cell.payload(bytes);
+        let answer = backend.execute(sent.stream, sent.job, bytes, entry);
+        if let Err(DeviceError::DeviceLost { .. }) = &answer
+            && let Err(error) = &answer
+        {
+            return lost(slab, error);
+        }
+        // A cell is sent with an empty answer in it; writing the same again would take the line from the server's core.
+        if answer != Ok(Answer::default()) {
+            cell.answer(&answer);
+        }
+        match unflagged.iter_mut().find(|(stream, _)| *stream == sent.stream) {
+            Some((_, number)) => *number = sent.number,
+            None => unflagged.push((sent.stream, sent.number)),
+        }
+        since_flag += 1;
+        if since_flag >= JOBS_PER_FLAG {
+            since_flag = 0;
+            if let Err(error) = flag(backend, &mut unflagged) {
+                return lost(slab, &error);
+            }
+        }
+    }
+}
+
+fn flag(backend: &mut dyn Backend, unflagged: &mut Vec<(usize, u32)>) -> Result<(), DeviceError> {
+    unflagged.drain(..).try_for_each(|(stream, number)| backend.flag(stream, number))
+}
+
+/// Says that the device is of no more use to this process.
+pub(crate) fn lost(slab: &Slab, error: &DeviceError) {
+    let why = match error {
+        DeviceError::DeviceLost { why } | DeviceError::Refused { why } => why.clone(),
+        other => other.to_string(),
+    };
+    crate::info::put_reason(slab, &why);
+    slab.set_state(WorkerState::Lost);
+    slab.done_bell().ring();
+}
