@@ -1,6 +1,6 @@
 # Everything a person or CI does with this repository. `make run` and `make test` need only Rust and a C compiler.
 
-.PHONY: build test test-kills bench compare fmt fmt-check lint check doc ci clean run guests
+.PHONY: build test model test-kills bench compare fmt fmt-check lint check doc ci clean run guests
 
 build:
 	cargo build --release -p tensor-wasm-cli
@@ -18,6 +18,10 @@ test: guests
 # The long version of the durability test: 200 kills.
 test-kills: guests
 	TENSOR_WASM_TEST_KILLS=200 cargo test --workspace --test it -- --nocapture kill_9
+
+# Every interleaving of the lock-free parts, by the model checker.
+model:
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p tensor-wasm-gpu --lib
 
 bench:
 	cargo bench -p tensor-wasm-bench

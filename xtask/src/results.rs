@@ -71,6 +71,7 @@ pub(crate) fn line(row: &Value) -> String {
 pub(crate) fn markdown() -> anyhow::Result<()> {
     println!("| id | ours | baseline, same run | ratio | goal | holds |\n|---|---|---|---|---|---|");
     let mut files: Vec<_> = std::fs::read_dir(root().join("bench-results"))?.flatten().map(|e| e.path()).collect();
+    files.extend(std::fs::read_dir(root().join("bench-results/h200"))?.flatten().map(|e| e.path()));
     files.sort();
     for file in files.iter().filter(|p| p.extension().is_some_and(|e| e == "json")) {
         let parsed: Value = serde_json::from_str(&std::fs::read_to_string(file)?)?;

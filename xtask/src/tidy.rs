@@ -134,7 +134,14 @@ fn specification(tree: &Tree) -> Vec<String> {
                 complaints.push(format!("no test {word}"));
             }
             named.insert((file, name.to_owned()));
-        } else if let Some((crate_name, rest)) = word.split_once("::").filter(|(c, _)| ["exec", "api"].contains(c)) {
+        } else if let Some(case) = word.strip_prefix("conformance::") {
+            let suite = tree.files.get("crates/tensor-wasm-gpu/tests/conformance.rs");
+            if !suite.is_some_and(|text| text.contains(&format!("(\"{case}\", "))) {
+                complaints.push(format!("no case {word}"));
+            }
+        } else if let Some((crate_name, rest)) =
+            word.split_once("::").filter(|(c, _)| ["exec", "api", "gpu"].contains(c))
+        {
             let (path, name) = rest.rsplit_once("::").unwrap_or(("", rest));
             let base = format!("crates/tensor-wasm-{crate_name}/src/{}", path.replace("::", "/"));
             let file = tree.files.get(&format!("{base}.rs")).or_else(|| tree.files.get(&format!("{base}/mod.rs")));
