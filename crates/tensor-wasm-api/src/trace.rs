@@ -22,8 +22,14 @@ pub struct Telemetry {
 impl Telemetry {
     /// Sets up the log on stderr and, with an endpoint, the export of spans. Once per process.
     pub fn start(filter: &str, otlp_endpoint: Option<&str>) -> Result<Telemetry, String> {
+        // A lone word is a level; as the name of a module it would silence everything.
+        let is_word = filter.chars().all(char::is_alphanumeric);
+        if is_word && !["error", "warn", "info", "debug", "trace", "off"].contains(&filter.to_lowercase().as_str()) {
+            return Err(format!("TENSOR_WASM_LOG: {filter:?} is not error, warn, info, debug, trace or off"));
+        }
         let filter = EnvFilter::try_new(filter).map_err(|e| format!("TENSOR_WASM_LOG: {e}"))?;
-        let log = fmt::layer().with_writer(std::io::stderr).with_target(false).with_filter(filter);
+        let colours = std::io::IsTerminal::is_terminal(&std::io::stderr());
+        let log = fmt::layer().with_writer(std::io::stderr).with_ansi(colours).with_target(false).with_filter(filter);
         let provider = otlp_endpoint.map(exporting).transpose()?;
         let export = provider.as_ref().map(|provider| {
             let ours = tracing_subscriber::filter::filter_fn(|meta| meta.target().starts_with("tensor_wasm"));

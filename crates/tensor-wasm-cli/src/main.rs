@@ -13,7 +13,7 @@ use clap::{Args, Parser, Subcommand};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// GPU-accelerated, multi-tenant serverless WebAssembly.
+/// Multi-tenant serverless WebAssembly.
 #[derive(Parser)]
 #[command(name = "tensor-wasm", version, max_term_width = 100)]
 struct Cli {

@@ -38,7 +38,8 @@ pub enum Rejection {
     #[error("the module has {bytes} bytes; the limit is {bytes_max} ([limits] module_bytes_max)")]
     ModuleTooLarge { bytes: usize, bytes_max: usize },
     #[error(
-        "the module asks for {bytes} bytes of memory at start; the limit is {bytes_max} ([limits] memory_bytes_max)"
+        "the module asks for {bytes} bytes of memory at start; the limit is {bytes_max} ([limits] memory_bytes_max, or \
+         the function's own memory_bytes)"
     )]
     ModuleMemoryTooLarge { bytes: u64, bytes_max: u64 },
     #[error("the module cannot be instantiated within the limits: {why}")]

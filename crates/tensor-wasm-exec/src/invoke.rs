@@ -144,7 +144,9 @@ impl Runtime {
     ) -> Result<Arc<Loaded>, Failure> {
         let (runtime, serving, account) = (self.shared()?, serving.clone(), account.clone());
         let deadline = deadline.min(Instant::now() + Duration::from_millis(account.limits.deadline_ms_max));
-        let loading = self.background.spawn(async move { runtime.load(serving.revision(), &account).await });
+        let loading = self
+            .background
+            .spawn(async move { runtime.load(&serving.function.name, serving.revision(), &account).await });
         match tokio::time::timeout_at(deadline.into(), loading).await {
             Ok(loaded) => loaded.map_err(|e| Bug(e.to_string()))?,
             Err(_) => {

@@ -357,7 +357,7 @@ fn cannot_start(store: &Store<State>, error: &wasmtime::Error) -> GuestError {
             });
         }
         Some(Refused::InstanceLimit { asked_bytes }) => {
-            let bytes_max = account.limits.memory_bytes_max;
+            let bytes_max = store.data().call().memory_bytes_max();
             return GuestError::Rejected(Rejection::ModuleMemoryTooLarge { bytes: asked_bytes, bytes_max });
         }
         None => {}

@@ -200,7 +200,7 @@ impl Runtime {
             settings,
             quarantined: None,
         };
-        self.load(&record, &account).await?;
+        self.load(name, &record, &account).await?;
         let function = self.catalog.deploy(tenant, name, record, limits.revisions_max).await?;
         self.pool.forget(&function.id);
         Ok(Deployed { function, revision, created: !known })
@@ -216,7 +216,12 @@ impl Runtime {
 
     /// The revision ready to be instantiated; compiled again from its source where its artifact is missing, damaged or of
     /// another engine.
-    pub(crate) async fn load(&self, revision: &RevisionRecord, account: &Account) -> Result<Arc<Loaded>, Failure> {
+    pub(crate) async fn load(
+        &self,
+        name: &str,
+        revision: &RevisionRecord,
+        account: &Account,
+    ) -> Result<Arc<Loaded>, Failure> {
         let id = &revision.revision;
         let recompile = async || {
             let (catalog, source) = (self.catalog.clone(), id.clone());
@@ -227,7 +232,7 @@ impl Runtime {
                 Err(SourceError::Damaged(why)) => {
                     self.metrics.quarantined.inc();
                     self.catalog.quarantine(id, &why).await;
-                    let (name, revision) = ("its function".to_owned(), id.short().to_owned());
+                    let (name, revision) = (name.to_owned(), id.short().to_owned());
                     return Err(Rejection::Quarantined { name, revision, why }.into());
                 }
             }

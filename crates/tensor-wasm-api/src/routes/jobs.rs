@@ -46,6 +46,8 @@ pub(crate) struct JobView {
     /// `queued`, `running`, `succeeded`, `failed` or `cancelled`.
     state: &'static str,
     attempts: u32,
+    /// Of those, how often the server stopped before it was done.
+    interrupted: u32,
     attempts_max: u32,
     created_ms: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -67,7 +69,9 @@ impl From<Job> for JobView {
             function: job.function,
             export: job.export,
             state: job.state.as_str(),
+            // What the server's own restarts cost is not an attempt that failed.
             attempts: job.attempts,
+            interrupted: job.interrupted,
             attempts_max: job.attempts_max,
             created_ms: job.created_ms,
             started_ms: job.started_ms,

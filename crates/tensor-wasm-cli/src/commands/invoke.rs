@@ -35,8 +35,8 @@ pub(crate) struct Invoke {
 
 impl Invoke {
     pub(crate) fn execute(self, global: &Global) -> Ended {
-        let args: Value =
-            serde_json::from_str(&self.args).map_err(|e| Failed::Usage(format!("--args {}: {e}", self.args)))?;
+        let args: Value = serde_json::from_str(&self.args)
+            .map_err(|e| Failed::Usage(format!("--args {}: {e} (a JSON array, such as '[1,\"two\"]')", self.args)))?;
         let client = Client::new(global);
         let name = segment(&self.name);
         if self.in_background {

@@ -35,7 +35,9 @@ impl Jobs {
                     return Ok(ExitCode::SUCCESS);
                 }
                 let row = |job: &serde_json::Value| {
-                    let attempts = format!("{} of {}", field(job, "attempts"), field(job, "attempts_max"));
+                    let count = |name: &str| job[name].as_u64().unwrap_or(0);
+                    let own = count("attempts").saturating_sub(count("interrupted"));
+                    let attempts = format!("{own} of {}", count("attempts_max"));
                     let outcome = match &job["error"]["message"] {
                         serde_json::Value::String(message) => message.clone(),
                         _ => field(job, "result"),

@@ -167,11 +167,9 @@ impl FunctionRecord {
             (Some(_), Some(_)) => {
                 Err(Rejection::Conflict { why: format!("revision {prefix:?} is ambiguous: give more of it") })
             }
-            (None, _) => Err(Rejection::NotFound {
-                what: "revision",
-                name: format!("{prefix} of {}", self.name),
-                tenant: self.tenant.clone(),
-            }),
+            (None, _) => {
+                Err(Rejection::NotFound { what: "revision", name: prefix.to_owned(), tenant: self.tenant.clone() })
+            }
         }
     }
 
