@@ -41,6 +41,7 @@ impl Tenant {
     /// Copies pinned memory to a buffer.
     pub fn write_pinned(&self, from: (&Pinned, u64), to: (Handle, u64), bytes: u64) -> Result<Completion, DeviceError> {
         from.0.check(from.1, bytes)?;
+        self.check_pinned(from.0)?;
         let from_offset = from.0.slab_offset() + from.1;
         self.count_to(bytes);
         self.send(&[(to.0, to.1, bytes, true)], |spans| {
@@ -52,6 +53,7 @@ impl Tenant {
     /// Copies a buffer to pinned memory.
     pub fn read_pinned(&self, from: (Handle, u64), to: (&Pinned, u64), bytes: u64) -> Result<Completion, DeviceError> {
         to.0.check(to.1, bytes)?;
+        self.check_pinned(to.0)?;
         let to_offset = to.0.slab_offset() + to.1;
         self.count_from(bytes);
         self.send(&[(from.0, from.1, bytes, false)], |spans| {
@@ -66,7 +68,7 @@ impl Tenant {
             return self.write_inline(buffer, offset, bytes)?.await;
         }
         self.check_range(buffer, offset, bytes.len())?;
-        self.zero_unless_whole(buffer, offset, bytes.len() as u64)?;
+        self.zero_first(buffer)?;
         let bound = self.0.bound()?;
         // As many as there are blocks for are under way at once. Blocks come back when their copies are seen to be done, so
         // whoever has some under way waits for those, and only then for others'.
@@ -96,7 +98,7 @@ impl Tenant {
             return block_on(self.write(buffer, offset, bytes));
         }
         self.check_range(buffer, offset, bytes.len())?;
-        self.zero_unless_whole(buffer, offset, bytes.len() as u64)?;
+        self.zero_first(buffer)?;
         let bound = self.0.bound()?;
         in_parallel(
             &bound.link.staging,
@@ -141,9 +143,10 @@ impl Tenant {
         let mut pieces = bytes.chunks_mut(BLOCK_BYTES as usize).enumerate();
         let mut under_way = VecDeque::new();
         loop {
-            let block = match under_way.is_empty() {
-                true => Some(bound.link.staging.block().await?),
-                false => bound.link.staging.try_block(),
+            let block = match (pieces.len(), under_way.is_empty()) {
+                (0, _) => None,
+                (_, true) => Some(bound.link.staging.block().await?),
+                (_, false) => bound.link.staging.try_block(),
             };
             if let Some(block) = block
                 && let Some((n, piece)) = pieces.next()
@@ -189,21 +192,27 @@ impl Tenant {
         })
     }
 
+    fn check_pinned(&self, pinned: &Pinned) -> Result<(), DeviceError> {
+        match pinned.is_of(&self.0.bound()?.link.slab) {
+            true => Ok(()),
+            false => Err(DeviceError::DeviceLost { why: "the pinned memory was an earlier worker's".to_owned() }),
+        }
+    }
+
     fn check_range(&self, buffer: Handle, offset: u64, len: usize) -> Result<(), DeviceError> {
         self.0.bound()?;
         self.0.place.lock().arena.peek(buffer, offset, len as u64, false).map(drop)
     }
 
-    /// A copy in pieces overwrites a buffer as a whole only if they are all of it.
-    fn zero_unless_whole(&self, buffer: Handle, offset: u64, bytes: u64) -> Result<(), DeviceError> {
+    /// Has a buffer zeroed that will be written in pieces: some of them may never come.
+    fn zero_first(&self, buffer: Handle) -> Result<(), DeviceError> {
+        let bound = self.0.bound()?;
         let mut place = self.0.place.lock();
-        let span = place.arena.peek(buffer, offset, bytes, true)?;
-        match span.zero_first {
-            None => place.arena.touch(buffer),
-            Some(_) => {
-                drop(place);
-                drop(self.send(&[(buffer, offset, bytes, true)], |_| Ok(vec![]))?);
-            }
+        let size = place.arena.size(buffer)?;
+        if let Some((address, bytes)) = place.arena.peek(buffer, 0, size, false)?.zero_first {
+            let fill = Job::Fill { address, bytes, value: 0 };
+            drop(bound.link.send(self.0.stream as usize, vec![fill.into()])?);
+            place.arena.touch(buffer);
         }
         Ok(())
     }

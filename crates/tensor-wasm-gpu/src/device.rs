@@ -243,6 +243,9 @@ impl Device {
         let Some(stream) = tenants.unused.pop() else {
             return Err(DeviceError::Refused { why: format!("it has {} tenants already", STREAMS - 1) });
         };
+        // Nothing could ever be sent with less.
+        let limits =
+            TenantLimits { running_max: limits.running_max.max(1), waiting_max: limits.waiting_max.max(1), ..limits };
         let name: Arc<str> = name.into();
         let origin = Origin { tenant: stream, worker: 0 };
         let arena = Arena::new(&name, origin, limits.memory_bytes_max);

@@ -98,7 +98,6 @@ impl<J> Fair<J> {
 
     /// Closes a line that has nothing waiting or running.
     pub(crate) fn close(&mut self, line: usize) {
-        debug_assert!(self.is_idle(line));
         if self.lines.contains(line) && self.is_idle(line) {
             self.lines.remove(line);
             self.turns.retain(|n| *n != line);
@@ -261,13 +260,15 @@ mod tests {
 
     #[test]
     fn a_flood_of_long_jobs_does_not_keep_a_short_one_waiting() {
-        let (_, longest) = simulate(&[(SHARE, 10_000), (SHARE, 1_000_000)], 5_000);
+        let (_, longest) = simulate(&[(SHARE, 10_000), (SHARE, 1_000_000)], if cfg!(miri) { 200 } else { 5_000 });
         assert!(longest <= 4_000_000, "{longest} ns");
-        let (_, longest) = simulate(&[(SHARE, 10_000), (SHARE, 1_000_000), (SHARE, 1_000_000)], 5_000);
+        let (_, longest) =
+            simulate(&[(SHARE, 10_000), (SHARE, 1_000_000), (SHARE, 1_000_000)], if cfg!(miri) { 200 } else { 5_000 });
         assert!(longest <= 6_000_000, "{longest} ns");
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "needs many jobs to settle")]
     fn device_time_is_shared_by_weight_whatever_the_jobs_take() {
         for (short, long) in [(50_000, 50_000), (20_000, 400_000), (5_000, 900_000)] {
             let heavy = Share { weight: 3, ..SHARE };

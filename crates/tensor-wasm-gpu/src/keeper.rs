@@ -200,7 +200,12 @@ pub fn worker_main(slab_fd: i32, choice: DeviceChoice) -> ExitCode {
 fn renounce() -> rustix::io::Result<()> {
     use rustix::process::{Resource, Rlimit, Signal};
     use rustix::thread::{CapabilitySet, CapabilitySets};
+    let parent = rustix::process::getppid();
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    // A parent that died in between sends no signal any more.
+    if rustix::process::getppid() != parent {
+        std::process::exit(1);
+    }
     rustix::thread::set_no_new_privs(true)?;
     rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
     // Registering memory with a device may need to lock more of it than a limit allows.

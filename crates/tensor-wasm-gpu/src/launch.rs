@@ -26,6 +26,8 @@ pub struct Kernel {
     pub threads_max: u32,
     pub shared_bytes: u32,
     pub registers: u32,
+    /// Blocks of `threads_max` threads that one multiprocessor holds at once.
+    pub blocks_per_multiprocessor: u32,
     /// Offset and size of each parameter.
     params: Vec<(u32, u32)>,
 }
@@ -34,7 +36,10 @@ pub struct Kernel {
 #[derive(Debug)]
 pub struct Graph {
     worker: u32,
+    stream: u32,
     number: u32,
+    /// What it reads and writes; all of it must be there still when it is replayed.
+    buffers: Vec<Handle>,
 }
 
 /// How many threads a kernel runs in.
@@ -91,7 +96,7 @@ impl Tenant {
         let link = bound.link.clone();
         let answer =
             std::future::poll_fn(|cx| ticket.poll_with(cx, |_| Cell(link.slab.cell(cell)).payload(&mut layout)));
-        let Answer { values: [number, count, threads, shared, registers, _] } = answer.await?;
+        let Answer { values: [number, count, threads, shared, registers, resident] } = answer.await?;
         let half = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         let word = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
         let pairs = layout.chunks_exact(8).map(|pair| (word(&pair[..4]), word(&pair[4..])));
@@ -102,6 +107,7 @@ impl Tenant {
             threads_max: half(threads),
             shared_bytes: half(shared),
             registers: half(registers),
+            blocks_per_multiprocessor: half(resident),
             params: pairs.take(usize::try_from(count).unwrap_or(0)).collect(),
         })
     }
@@ -119,9 +125,10 @@ impl Tenant {
         for (handle, offset) in &spans {
             let size = place.arena.size(*handle)?;
             let len = size.checked_sub(*offset).ok_or(DeviceError::OutOfRange { offset: *offset, len: 0, size })?;
-            let span = place.arena.peek(*handle, *offset, len, false)?;
-            orders.extend(span.zero_first.map(|(address, bytes)| Job::Fill { address, bytes, value: 0 }.into()));
-            addresses.push(span.address);
+            // The kernel may reach all of it, whatever is left after the offset.
+            let whole = place.arena.peek(*handle, 0, size, false)?;
+            orders.extend(whole.zero_first.map(|(address, bytes)| Job::Fill { address, bytes, value: 0 }.into()));
+            addresses.push(place.arena.peek(*handle, *offset, len, false)?.address);
         }
         let block = params.block(&addresses);
         let Grid { blocks, threads, shared_bytes } = grid;
@@ -135,32 +142,34 @@ impl Tenant {
     /// Records a sequence that can then be replayed as one.
     pub async fn graph(&self, steps: &[Step<'_>]) -> Result<Graph, DeviceError> {
         let bound = self.0.bound()?;
-        let answer = self.record(&bound, steps)?.await?;
-        Ok(Graph { worker: bound.link.worker, number: u32::try_from(answer.values[0]).unwrap_or(u32::MAX) })
+        let (ticket, buffers) = self.record(&bound, steps)?;
+        let number = u32::try_from(ticket.await?.values[0]).unwrap_or(u32::MAX);
+        Ok(Graph { worker: bound.link.worker, stream: self.0.stream, number, buffers })
     }
 
-    fn record(&self, bound: &Bound, steps: &[Step<'_>]) -> Result<Ticket, DeviceError> {
+    /// Sends the steps to be recorded; also returns the buffers they use.
+    fn record(&self, bound: &Bound, steps: &[Step<'_>]) -> Result<(Ticket, Vec<Handle>), DeviceError> {
         let mut blocks: Vec<Vec<u8>> = Vec::new();
         let mut jobs: Vec<(Job, Option<usize>)> = Vec::new();
         let mut zeros: Vec<Order<'_>> = Vec::new();
         let mut place = self.0.place.lock();
-        let mut span = |arena: &mut Arena, handle: Handle, offset: u64, len: u64| {
+        let mut used: Vec<Handle> = Vec::new();
+        let mut span = |arena: &Arena, handle: Handle, offset: u64, len: u64| {
             let span = arena.peek(handle, offset, len, false)?;
-            if let Some((address, bytes)) = span.zero_first {
-                zeros.push(Job::Fill { address, bytes, value: 0 }.into());
-                arena.touch(handle);
-            }
+            let whole = arena.peek(handle, 0, arena.size(handle)?, false)?;
+            zeros.extend(whole.zero_first.map(|(address, bytes)| Job::Fill { address, bytes, value: 0 }.into()));
+            used.push(handle);
             Ok::<u64, DeviceError>(span.address)
         };
         for step in steps {
             match step {
                 Step::Copy { from, to, bytes } => {
-                    let from_address = span(&mut place.arena, from.0, from.1, *bytes)?;
-                    let to_address = span(&mut place.arena, to.0, to.1, *bytes)?;
+                    let from_address = span(&place.arena, from.0, from.1, *bytes)?;
+                    let to_address = span(&place.arena, to.0, to.1, *bytes)?;
                     jobs.push((Job::Copy { from_address, to_address, bytes: *bytes }, None));
                 }
                 Step::Fill { buffer, offset, bytes, value } => {
-                    let address = span(&mut place.arena, *buffer, *offset, *bytes)?;
+                    let address = span(&place.arena, *buffer, *offset, *bytes)?;
                     jobs.push((Job::Fill { address, bytes: *bytes, value: *value }, None));
                 }
                 Step::Launch { kernel, grid, params } => {
@@ -172,7 +181,7 @@ impl Tenant {
                         let size = place.arena.size(handle)?;
                         let out = DeviceError::OutOfRange { offset, len: 0, size };
                         let len = size.checked_sub(offset).ok_or(out)?;
-                        addresses.push(span(&mut place.arena, handle, offset, len)?);
+                        addresses.push(span(&place.arena, handle, offset, len)?);
                     }
                     let block = params.block(&addresses);
                     let Grid { blocks: grid, threads, shared_bytes } = *grid;
@@ -189,13 +198,21 @@ impl Tenant {
         orders.push(Job::GraphBegin.into());
         orders.extend(jobs.iter().map(|(job, at)| Order { job: *job, payload: payload(at), keeps: None }));
         orders.push(Job::GraphEnd.into());
-        bound.link.send(self.0.stream as usize, orders)
+        let ticket = bound.link.send(self.0.stream as usize, orders)?;
+        used.iter().for_each(|handle| place.arena.touch(*handle));
+        Ok((ticket, used))
     }
 
-    /// Runs a recorded sequence. Its buffers must be what they were: replaying after one was freed is refused by nobody.
+    /// Runs a recorded sequence. The buffers it was recorded with must not have been freed.
     pub fn replay(&self, graph: &Graph) -> Result<Completion, DeviceError> {
         let bound = self.0.bound()?;
         same_worker(graph.worker, &bound)?;
+        if graph.stream != self.0.stream {
+            return Err(DeviceError::ForeignHandle);
+        }
+        // Held until the job is in line: what is freed after that is freed after it on the stream.
+        let place = self.0.place.lock();
+        graph.buffers.iter().try_for_each(|handle| place.arena.size(*handle).map(drop))?;
         let job = Job::Replay { graph: graph.number };
         bound.link.send(self.0.stream as usize, vec![job.into()]).map(Completion)
     }

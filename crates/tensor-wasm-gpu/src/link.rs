@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
@@ -54,6 +54,8 @@ pub(crate) struct Link {
     patience: Duration,
     state: Mutex<State>,
     waiters: Mutex<Vec<Waiter>>,
+    /// Counts what the completion thread is woken for, so that it sees what came while it was falling asleep.
+    news: AtomicU64,
     lost: OnceLock<String>,
 }
 
@@ -116,6 +118,7 @@ struct Stream {
     /// The worker was asked to announce this much.
     announced: u32,
     is_low: bool,
+    last_done: Instant,
 }
 
 struct Waiter {
@@ -145,6 +148,7 @@ pub(crate) struct Ticket {
     number: u32,
     look_until: Option<Instant>,
     has_kept: bool,
+    registered: Option<Waker>,
     is_taken: bool,
 }
 
@@ -176,6 +180,7 @@ impl Link {
             metrics,
             state: Mutex::new(state),
             waiters: Mutex::default(),
+            news: AtomicU64::new(0),
             lost: OnceLock::new(),
         });
         link.open(CONTROL, "", Share { weight: 0, running_max: CELLS, waiting_max: CELLS });
@@ -202,6 +207,7 @@ impl Link {
             running: VecDeque::new(),
             announced: flag,
             is_low: false,
+            last_done: Instant::now(),
         });
     }
 
@@ -223,7 +229,7 @@ impl Link {
         let first = |n: &usize| {
             let stream = state.streams[*n].as_ref()?;
             let cell = stream.running.front()?;
-            Some(now.saturating_duration_since(state.cells[*cell as usize].sent?.max(state.last_done)))
+            Some(now.saturating_duration_since(state.cells[*cell as usize].sent?.max(stream.last_done)))
         };
         state.active.iter().filter_map(first).max()
     }
@@ -252,6 +258,11 @@ impl Link {
     pub(crate) fn send(self: &Arc<Self>, stream: usize, orders: Vec<Order<'_>>) -> Result<Ticket, DeviceError> {
         if let Some(lost) = self.lost() {
             return Err(lost);
+        }
+        if orders.len() > CELLS / 2 {
+            return Err(DeviceError::BadLaunch {
+                why: format!("{} steps at once; {} are possible", orders.len(), CELLS / 2),
+            });
         }
         let now = Instant::now();
         let mut guard = self.state.lock();
@@ -305,9 +316,19 @@ impl Link {
         drop(guard);
         if has_backlog {
             // Somebody has to send the rest, also if nobody waits for it.
+            self.news.fetch_add(1, Ordering::SeqCst);
             self.slab.done_bell().ring();
         }
-        Ok(Ticket { link: self.clone(), cell, stream, number, look_until: None, has_kept, is_taken: false })
+        Ok(Ticket {
+            link: self.clone(),
+            cell,
+            stream,
+            number,
+            look_until: None,
+            has_kept,
+            registered: None,
+            is_taken: false,
+        })
     }
 
     /// Takes note of what is done.
@@ -324,7 +345,11 @@ impl Link {
             let since = first.and_then(|cell| cells[*cell as usize].sent).unwrap_or(now).max(*last_done);
             let took = now.saturating_duration_since(since) / u32::try_from(count.max(1)).unwrap_or(u32::MAX);
             if count > 0 {
-                *last_done = now;
+                (*last_done, stream.last_done) = (now, now);
+            }
+            // Numbers wrap; what was announced long ago must not seem to lie ahead.
+            if !has_passed(stream.announced, flag) {
+                stream.announced = flag;
             }
             while let Some(cell) = stream.running.front().copied()
                 && has_passed(flag, cells[cell as usize].number)
@@ -400,6 +425,7 @@ impl Link {
     fn register(&self, waiter: Waiter) {
         let (stream, number) = (waiter.stream, waiter.number);
         self.waiters.lock().push(waiter);
+        self.news.fetch_add(1, Ordering::SeqCst);
         if self.is_done(stream, number) || self.lost.get().is_some() {
             self.wake_done();
         } else {
@@ -407,14 +433,14 @@ impl Link {
         }
     }
 
-    /// Wakes everybody whose job is done. Returns whether there was anybody, and how many are left.
-    fn wake_done(&self) -> (bool, usize) {
+    /// Wakes everybody whose job is done. Returns whether there was anybody, and whether anybody is left.
+    fn wake_done(&self) -> (bool, bool) {
         let mut done = Vec::new();
         let left = {
             let mut waiters = self.waiters.lock();
             let is_lost = self.lost.get().is_some();
             done.extend(waiters.extract_if(.., |w| is_lost || self.is_done(w.stream, w.number)));
-            waiters.len()
+            !waiters.is_empty()
         };
         let woken = !done.is_empty();
         done.into_iter().for_each(|waiter| waiter.waker.wake());
@@ -438,7 +464,8 @@ impl Link {
         for (n, number) in wanted {
             let Some(stream) = state.streams[n].as_mut() else { continue };
             if !has_passed(stream.announced, number) {
-                let last = stream.running.back().map_or(number, |cell| state.cells[*cell as usize].number);
+                // What is not on the device yet cannot be announced; whoever sends it looks again.
+                let Some(last) = stream.running.back().map(|cell| state.cells[*cell as usize].number) else { continue };
                 if ring.push(NOTIFY | n as u32, &mut state.ring_head) {
                     stream.announced = last;
                     has_asked = true;
@@ -469,8 +496,8 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
         if slab.state() == WorkerState::Lost {
             link.lose(&crate::info::reason(slab));
         }
-        let (woken, waiting) = link.wake_done();
-        let left = waiting > 0;
+        let news = link.news.load(Ordering::SeqCst);
+        let (woken, left) = link.wake_done();
         let now = Instant::now();
         let backlog = {
             let mut state = link.state.lock();
@@ -501,7 +528,7 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
                 let waiters = link.waiters.lock();
                 let is_done = |w: &Waiter| link.is_done(w.stream, w.number);
                 has_news
-                    || waiters.len() != waiting
+                    || link.news.load(Ordering::SeqCst) != news
                     || waiters.iter().any(is_done)
                     || link.lost.get().is_some() != lost
                     || !lost && slab.state() == WorkerState::Lost
@@ -527,6 +554,9 @@ impl Ticket {
 
     /// The answer of a job that is over. What the job kept (staging) is handed to `last_look` before it goes.
     fn take(&mut self, last_look: impl FnOnce(Option<&Keep>)) -> Result<Answer, DeviceError> {
+        if self.is_taken {
+            return Err(DeviceError::StaleHandle);
+        }
         if !self.link.is_done(self.stream, self.number) {
             return Err(self.link.lost().unwrap_or(DeviceError::StaleHandle));
         }
@@ -536,7 +566,10 @@ impl Ticket {
             true => self.link.state.lock().cells[self.cell as usize].keeps.take(),
             false => None,
         };
-        last_look(kept.as_ref());
+        // A job that was refused left there what somebody else had.
+        if answer.is_ok() {
+            last_look(kept.as_ref());
+        }
         self.is_taken = true;
         let now = Instant::now();
         let mut state = self.link.state.lock();
@@ -584,7 +617,10 @@ impl Ticket {
             cx.waker().wake_by_ref();
             return Poll::Pending;
         }
-        self.link.register(Waiter { stream: self.stream, number: self.number, waker: cx.waker().clone() });
+        if !self.registered.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
+            self.registered = Some(cx.waker().clone());
+            self.link.register(Waiter { stream: self.stream, number: self.number, waker: cx.waker().clone() });
+        }
         Poll::Pending
     }
 }

@@ -74,6 +74,11 @@ impl Pinned {
         self.0.offset
     }
 
+    /// Whether it is a part of this slab, and not of an earlier worker's.
+    pub(crate) fn is_of(&self, slab: &Arc<Slab>) -> bool {
+        Arc::ptr_eq(&self.0.pool.slab, slab)
+    }
+
     /// Copies bytes in. What a job under way reads or writes of it meanwhile is undefined bytes, not undefined behaviour.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.check(offset, bytes.len() as u64)?;

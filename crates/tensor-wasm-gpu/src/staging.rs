@@ -55,6 +55,10 @@ impl Staging {
             if let Some(closed) = &state.closed {
                 return Poll::Ready(Err(closed.clone()));
             }
+            if self.slab.plan().staging_bytes == 0 {
+                let what = "copying more than 4 KiB of ordinary memory without staging".to_owned();
+                return Poll::Ready(Err(DeviceError::Unsupported { what }));
+            }
             match state.free.pop() {
                 Some(offset) => Poll::Ready(Ok(Block { staging: self.clone(), offset })),
                 None => {

@@ -424,6 +424,24 @@ fn graphs(setup: &Setup) {
         let seen = read(&tenant, b.handle(), 0, 1_000);
         assert!(seen[..500] == [3; 500] && seen[500..] == bytes[..500]);
     }
+    // A graph is its tenant's, and only while its buffers are there.
+    assert_eq!(setup.tenant("other").replay(&graph).err(), Some(DeviceError::ForeignHandle));
+    let gone = tenant.alloc(100).unwrap();
+    let short_lived = block_on(tenant.graph(&[Step::Fill { buffer: gone, offset: 0, bytes: 100, value: 1 }])).unwrap();
+    tenant.free(gone).unwrap();
+    assert_eq!(tenant.replay(&short_lived).err(), Some(DeviceError::StaleHandle));
+    // A recording that is refused zeroes nothing and promises nothing.
+    let fresh = tenant.alloc(5_000).unwrap();
+    write(&tenant, fresh, 0, &[0xff; 5_000]);
+    tenant.free(fresh).unwrap();
+    let again = tenant.alloc(5_000).unwrap();
+    let refused = [
+        Step::Fill { buffer: again, offset: 0, bytes: 1, value: 1 },
+        Step::Fill { buffer: gone, offset: 0, bytes: 1, value: 1 },
+    ];
+    assert!(block_on(tenant.graph(&refused)).is_err());
+    assert!(read(&tenant, again, 0, 5_000).iter().all(|byte| *byte == 0), "never bytes from before");
+    tenant.free(again).unwrap();
     let bad = [Step::Fill { buffer: b.handle(), offset: 999, bytes: 2, value: 3 }];
     assert!(matches!(block_on(tenant.graph(&bad)), Err(DeviceError::OutOfRange { .. })));
 }
@@ -464,6 +482,7 @@ fn kernels(setup: &Setup) {
     let module = loaded.unwrap();
     assert_eq!(block_on(tenant.load(PTX.as_bytes())).unwrap(), module, "same bytes, same module");
     let add = block_on(tenant.kernel(module, "add")).unwrap();
+    assert!(add.threads_max >= 256 && add.registers > 0 && add.blocks_per_multiprocessor > 0, "{add:?}");
     let n = 100_003_u32;
     let float = |seed| -> Vec<f32> {
         let mut rng = StdRng::seed_from_u64(seed);

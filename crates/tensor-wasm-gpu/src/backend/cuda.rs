@@ -117,7 +117,9 @@ fn check(result: CUresult) -> Result<(), DeviceError> {
 pub(crate) fn probe(index: u32) -> Result<(cu::CUdevice, i32), Unavailable> {
     // SAFETY: opening the driver's library runs its initialisers, which is what anybody who uses CUDA does.
     if let Err(error) = unsafe { libloading::Library::new("libcuda.so.1") } {
-        return Err(Unavailable::NoDriver { why: error.to_string() });
+        // What went wrong is in the cause; the error itself says only that something did.
+        let why = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+        return Err(Unavailable::NoDriver { why });
     }
     let failed = |result: CUresult| Unavailable::DriverFailed { why: explain(result) };
     // SAFETY: initialising the driver has no preconditions.
@@ -362,9 +364,14 @@ impl CudaBackend {
         let mut function = null_mut();
         // SAFETY: the kernel's function in the worker's own context, which is quicker to launch than the kernel.
         check(unsafe { cu::cuKernelGetFunction(&mut function, kernel) })?;
+        let mut resident = 0;
+        let block = c_int::try_from(threads).unwrap_or(c_int::MAX);
+        // SAFETY: writes one integer to a variable of ours, about a function of ours.
+        check(unsafe { cu::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut resident, function, block, 0) })?;
+        let resident = u64::try_from(resident).unwrap_or(0);
         let number = self.kernels.len() as u64;
         self.kernels.push((kernel, function));
-        Ok(Answer { values: [number, layout.len() as u64 / 8, threads, shared, registers, 0] })
+        Ok(Answer { values: [number, layout.len() as u64 / 8, threads, shared, registers, resident] })
     }
 
     fn launch(
