@@ -2,6 +2,7 @@
 
 use crate::arena::Handle;
 use crate::error::DeviceError;
+use crate::slab::PAYLOAD_BYTES_MAX;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Param {
@@ -63,6 +64,10 @@ impl Params {
         if self.0.len() != expected.len() {
             return bad(format!("it takes {}, and {} were given", expected.len(), self.0.len()));
         }
+        let bytes = expected.last().map_or(0, |(offset, size)| *offset as usize + *size as usize);
+        if bytes > PAYLOAD_BYTES_MAX {
+            return bad(format!("it takes {bytes} bytes of them, and {PAYLOAD_BYTES_MAX} are possible"));
+        }
         for (n, (given, expected)) in self.layout().zip(expected).enumerate() {
             if given != *expected {
                 let (kind, given, expected) = (self.0[n], given.1, expected.1);
@@ -112,6 +117,9 @@ mod tests {
         let message = |expected: &[(u32, u32)]| params.check(expected).unwrap_err().to_string();
         assert!(message(&expected[..3]).contains("it takes 3, and 4 were given"));
         assert!(message(&[(0, 4), (8, 8), (16, 8), (24, 8)]).contains("parameter 2 has 8 bytes"));
+        let many = Params::new((0..PAYLOAD_BYTES_MAX / 8 + 1).map(|_| Param::U64(1)));
+        let expected: Vec<_> = many.layout().collect();
+        assert!(many.check(&expected).unwrap_err().to_string().contains("4096 are possible"));
         assert_eq!(Params::default().block(&[]), []);
     }
 }

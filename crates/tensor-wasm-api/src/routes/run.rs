@@ -40,7 +40,7 @@ async fn run(gateway: &Shared, name: &str, trace: Trace, request: Request) -> Re
         Err(error) => return error.into_response(),
     };
     let result = async {
-        let call = Call::Http(for_guest(gateway, name, trace, request)?);
+        let call = Call::Http(for_guest(gateway, trace, request)?);
         let function = name.to_owned();
         let invocation = Invocation { id: trace.trace_id, tenant: tenant.clone(), function, call, deadline: None };
         match gateway.runtime.invoke(invocation).await?.output {
@@ -73,7 +73,6 @@ fn tenant(gateway: &Gateway, name: &str, request: &Request) -> Result<String, Ap
 /// The request as the guest sees it: its own path, a full URI, and none of our credentials.
 fn for_guest(
     gateway: &Gateway,
-    name: &str,
     trace: Trace,
     request: Request,
 ) -> Result<tensor_wasm_exec::guest::http::Request, ApiError> {
@@ -88,18 +87,17 @@ fn for_guest(
         let host = HeaderValue::from_str(host).map_err(|e| ApiError::bad_request("invalid_args", e.to_string()))?;
         parts.headers.insert(header::HOST, host);
     }
-    parts.uri = below(&parts.uri, name)?;
+    parts.uri = below(&parts.uri)?;
     parts.extensions = http::Extensions::new();
     Ok(http::Request::from_parts(parts, body::for_guest(body, gateway.body_idle())))
 }
 
 /// `/run/NAME/a/b?c` → `/a/b?c`.
-fn below(uri: &Uri, name: &str) -> Result<Uri, ApiError> {
+fn below(uri: &Uri) -> Result<Uri, ApiError> {
     let whole = uri.path_and_query().map_or("/", uri::PathAndQuery::as_str);
     // The name may have been sent percent-encoded, so the prefix is found by its slashes.
     let after_run = whole.get("/run/".len()..).unwrap_or("");
     let rest = after_run.find(['/', '?']).map_or("", |at| &after_run[at..]);
-    debug_assert!(!name.is_empty());
     let text = if rest.starts_with('/') { rest.to_owned() } else { format!("/{rest}") };
     text.parse().map_err(|e| ApiError::bad_request("invalid_args", format!("the path: {e}")))
 }
@@ -112,7 +110,7 @@ mod tests {
     fn the_guest_sees_its_own_path() {
         let check = |uri: &str, expect: &str| {
             let uri: Uri = uri.parse().unwrap();
-            assert_eq!(below(&uri, "hello").unwrap().to_string(), expect, "{uri}");
+            assert_eq!(below(&uri).unwrap().to_string(), expect, "{uri}");
         };
         check("/run/hello", "/");
         check("/run/hello/", "/");
