@@ -161,7 +161,7 @@ fn cpu(device: &Device) {
 fn load(tenant: &Tenant, name: &str) -> Kernel {
     let runtime = async_runtime();
     let module = runtime.block_on(tenant.load(PTX.as_bytes())).unwrap();
-    runtime.block_on(tenant.kernel(module, name)).unwrap()
+    runtime.block_on(tenant.kernel(&module, name)).unwrap()
 }
 
 fn cuda(device: &Device) {
@@ -350,7 +350,7 @@ fn recovery(device: &Device, report: &mut Report) {
                 let tenant = device.tenant("probe", TenantLimits::default())?;
                 let runtime = async_runtime();
                 let module = runtime.block_on(tenant.load(PTX.as_bytes()))?;
-                let kernel = runtime.block_on(tenant.kernel(module, "nothing"))?;
+                let kernel = runtime.block_on(tenant.kernel(&module, "nothing"))?;
                 tenant.launch(&kernel, ONE, &Params::default())?.wait()
             };
             if device.restarts() >= restarts && probe().is_ok() {
@@ -363,8 +363,9 @@ fn recovery(device: &Device, report: &mut Report) {
     let mut samples = Vec::new();
     for _ in 0..3 {
         let restarts = device.restarts();
-        let wild = load(&tenant(device, "wild"), "wild");
-        let _ = tenant(device, "wild").launch(&wild, ONE, &Params::default()).unwrap().wait();
+        let faulty = tenant(device, "wild");
+        let wild = load(&faulty, "wild");
+        let _ = faulty.launch(&wild, ONE, &Params::default()).unwrap().wait();
         samples.push(until_well(restarts + 1));
     }
     report.bound(

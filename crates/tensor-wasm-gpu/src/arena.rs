@@ -28,7 +28,7 @@ const GENERATION_BITS: u32 = 20;
 const INDEX_BITS: u32 = 22;
 const HANDLES_MAX: usize = 1 << INDEX_BITS;
 const _: () = assert!(TENANT_BITS + WORKER_BITS + GENERATION_BITS + INDEX_BITS == 64);
-const _: () = assert!(crate::slab::STREAMS <= 1 << TENANT_BITS);
+const _: () = assert!(crate::slab::SEATS <= 1 << TENANT_BITS);
 
 /// Names a buffer of a tenant. Any number may be tried as one; a wrong one is an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -254,11 +254,6 @@ impl Arena {
         };
         self.cutting = self.cutting.filter(|n| !idle.contains(n));
         idle.into_iter().map(give).collect()
-    }
-
-    /// Everything it was given, whether in use or not.
-    pub(crate) fn into_chunks(self) -> Vec<(u64, u64)> {
-        self.chunks.into_iter().map(|(_, chunk)| (chunk.address, chunk.bytes)).collect()
     }
 
     /// Cuts a block off the current chunk.

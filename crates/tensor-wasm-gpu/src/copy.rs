@@ -41,24 +41,24 @@ impl Tenant {
     /// Copies pinned memory to a buffer.
     pub fn write_pinned(&self, from: (&Pinned, u64), to: (Handle, u64), bytes: u64) -> Result<Completion, DeviceError> {
         from.0.check(from.1, bytes)?;
-        self.check_pinned(from.0)?;
+        from.0.check_worker(&self.0.bound()?.link.slab)?;
         let from_offset = from.0.slab_offset() + from.1;
         self.count_to(bytes);
         self.send(&[(to.0, to.1, bytes, true)], |spans| {
             let job = Job::Write { from_offset, to_address: spans[0].address, bytes };
-            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(from.0.clone())) }])
+            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(vec![from.0.clone()])) }])
         })
     }
 
     /// Copies a buffer to pinned memory.
     pub fn read_pinned(&self, from: (Handle, u64), to: (&Pinned, u64), bytes: u64) -> Result<Completion, DeviceError> {
         to.0.check(to.1, bytes)?;
-        self.check_pinned(to.0)?;
+        to.0.check_worker(&self.0.bound()?.link.slab)?;
         let to_offset = to.0.slab_offset() + to.1;
         self.count_from(bytes);
         self.send(&[(from.0, from.1, bytes, false)], |spans| {
             let job = Job::Read { from_address: spans[0].address, to_offset, bytes };
-            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(to.0.clone())) }])
+            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(vec![to.0.clone()])) }])
         })
     }
 
@@ -192,13 +192,6 @@ impl Tenant {
         })
     }
 
-    fn check_pinned(&self, pinned: &Pinned) -> Result<(), DeviceError> {
-        match pinned.is_of(&self.0.bound()?.link.slab) {
-            true => Ok(()),
-            false => Err(DeviceError::DeviceLost { why: "the pinned memory was an earlier worker's".to_owned() }),
-        }
-    }
-
     fn check_range(&self, buffer: Handle, offset: u64, len: usize) -> Result<(), DeviceError> {
         self.0.bound()?;
         self.0.place.lock().arena.peek(buffer, offset, len as u64, false).map(drop)
@@ -264,7 +257,9 @@ fn in_parallel<P: Send, R: Piece>(
         under_way.into_iter().try_for_each(finish)
     };
     std::thread::scope(|scope| {
-        let helpers: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+        // Without helpers it takes longer, no more.
+        let helper = |_| std::thread::Builder::new().name("copy".to_owned()).spawn_scoped(scope, work).ok();
+        let helpers: Vec<_> = (1..threads).map_while(helper).collect();
         let own = work();
         let lost = || DeviceError::Refused { why: "a copying thread panicked".to_owned() };
         helpers.into_iter().map(|h| h.join().unwrap_or_else(|_| Err(lost()))).fold(own, Result::and)

@@ -21,11 +21,12 @@ use crate::fair::Share;
 use crate::info::{DeviceInfo, DeviceKind};
 use crate::job::{Answer, Job};
 use crate::keeper::{self, Keeper, Opened};
+use crate::launch::Loaded;
 use crate::link::{CONTROL, Link, Order, Ticket};
 use crate::metrics::{Gauges, Metrics, Reading};
 use crate::params::Param;
 use crate::pinned::{Pinned, PinnedPool};
-use crate::slab::{STREAMS, SlabPlan};
+use crate::slab::{SEATS, SlabPlan};
 
 /// A tenant's memory pool in the driver may hold this much more than the tenant's quota: chunks are not always full.
 const POOL_SLACK_BYTES: u64 = 128 << 20;
@@ -109,6 +110,62 @@ struct Tenants {
     by_name: HashMap<Arc<str>, Weak<Seat>>,
     /// Stream numbers that are free; 0 is the control stream.
     unused: Vec<u32>,
+    /// Tenants that are gone and whose streams are not free yet.
+    closing: Vec<Closing>,
+}
+
+/// The end of a tenant, in steps, each sent once the one before is done. Nobody waits for it.
+struct Closing {
+    bound: Arc<Bound>,
+    stream: u32,
+    sent: Option<Ticket>,
+    left: Vec<(usize, Job)>,
+}
+
+impl Closing {
+    fn new(bound: Arc<Bound>, stream: u32) -> Closing {
+        // Last first. Modules go when nothing that runs can need them.
+        let left =
+            vec![(CONTROL, Job::CloseStream { stream }), (lane(stream), Job::Clear), (stream as usize, Job::Clear)];
+        Closing { bound, stream, sent: None, left }
+    }
+
+    /// Goes on as far as it can. True when the stream is free.
+    fn advance(&mut self) -> bool {
+        let link = &self.bound.link;
+        loop {
+            if link.lost().is_some() {
+                return true;
+            }
+            if self.sent.as_ref().is_some_and(|ticket| !ticket.is_over()) {
+                return false;
+            }
+            self.sent = None;
+            let Some((stream, job)) = self.left.last() else {
+                return link.close(self.stream as usize) && link.close(lane(self.stream));
+            };
+            match link.send(*stream, vec![(*job).into()]) {
+                Ok(ticket) => self.sent = Some(ticket),
+                Err(DeviceError::Busy { .. }) => return false,
+                // It was never opened, or is lost.
+                Err(_) => {}
+            }
+            self.left.pop();
+        }
+    }
+}
+
+impl Tenants {
+    fn reap(&mut self) {
+        let Tenants { unused, closing, .. } = self;
+        closing.retain_mut(|closing| {
+            let is_over = closing.advance();
+            if is_over {
+                unused.push(closing.stream);
+            }
+            !is_over
+        });
+    }
 }
 
 /// Everything that lives and dies with one worker.
@@ -116,14 +173,41 @@ pub(crate) struct Bound {
     pub link: Arc<Link>,
     pub info: DeviceInfo,
     pinned: Arc<PinnedPool>,
-    pub modules: Mutex<HashMap<blake3::Hash, u32>>,
+    pub garbage: Arc<Garbage>,
+}
+
+/// What the worker may forget, told when there is an occasion: whoever lets go of something need not wait for room in a
+/// line, and may hold locks.
+#[derive(Default)]
+pub(crate) struct Garbage(Mutex<Vec<(usize, Job)>>);
+
+impl Garbage {
+    pub(crate) fn push(&self, stream: usize, job: Job) {
+        self.0.lock().push((stream, job));
+    }
+}
+
+/// The lane of a tenant's stream, on which its modules are loaded.
+pub(crate) fn lane(stream: u32) -> usize {
+    SEATS + stream as usize
 }
 
 impl Bound {
     pub(crate) fn new(link: Arc<Link>) -> Bound {
         let info = crate::info::get(&link.slab);
         let pinned = PinnedPool::new(link.slab.clone());
-        Bound { link, info, pinned, modules: Mutex::default() }
+        Bound { link, info, pinned, garbage: Arc::default() }
+    }
+
+    /// Has the worker forget what nobody uses any more, as far as there is room for it.
+    pub(crate) fn collect(&self) {
+        let garbage = std::mem::take(&mut *self.garbage.0.lock());
+        let is_left = |(stream, job): &(usize, Job)| {
+            let sent = self.link.send(*stream, vec![(*job).into()]);
+            matches!(sent, Err(DeviceError::Busy { .. }))
+        };
+        let left: Vec<_> = garbage.into_iter().filter(is_left).collect();
+        self.garbage.0.lock().extend(left);
     }
 }
 
@@ -163,6 +247,7 @@ pub(crate) struct Place {
     /// Of which worker; none yet at first.
     worker: Option<u32>,
     pub arena: Arena,
+    pub modules: HashMap<blake3::Hash, Weak<Loaded>>,
 }
 
 /// Work that was sent to a device. Await it, or wait for it in a thread; dropping it does not stop the work.
@@ -179,7 +264,8 @@ impl Device {
     pub fn open(options: &OpenOptions) -> Result<Device, Unavailable> {
         let metrics = Arc::new(Metrics::default());
         let Opened { link, fallback, keeper } = keeper::open(options, &metrics)?;
-        let tenants = Tenants { by_name: HashMap::new(), unused: (1..STREAMS as u32).rev().collect() };
+        let unused = (1..SEATS as u32).rev().collect();
+        let tenants = Tenants { by_name: HashMap::new(), unused, closing: Vec::new() };
         let inner = Arc::new(Inner {
             current: RwLock::new(Arc::new(Bound::new(link))),
             metrics,
@@ -224,7 +310,7 @@ impl Device {
     }
 
     fn reading(&self) -> Reading {
-        let seats: Vec<Arc<Seat>> = self.0.tenants.lock().by_name.values().filter_map(Weak::upgrade).collect();
+        let seats = self.seats();
         let used = |seat: &Arc<Seat>| (seat.name.to_string(), seat.place.lock().arena.stats().used_bytes);
         let by_tenant: Vec<(String, u64)> = seats.iter().map(used).collect();
         Reading {
@@ -240,8 +326,9 @@ impl Device {
         if let Some(seat) = tenants.by_name.get(name).and_then(Weak::upgrade) {
             return Ok(Tenant(seat));
         }
+        tenants.reap();
         let Some(stream) = tenants.unused.pop() else {
-            return Err(DeviceError::Refused { why: format!("it has {} tenants already", STREAMS - 1) });
+            return Err(DeviceError::Refused { why: format!("it has {} tenants already", SEATS - 1) });
         };
         // Nothing could ever be sent with less.
         let limits =
@@ -249,7 +336,7 @@ impl Device {
         let name: Arc<str> = name.into();
         let origin = Origin { tenant: stream, worker: 0 };
         let arena = Arena::new(&name, origin, limits.memory_bytes_max);
-        let place = Mutex::new(Place { worker: None, arena });
+        let place = Mutex::new(Place { worker: None, arena, modules: HashMap::new() });
         let seat = Arc::new(Seat { device: self.clone(), name: name.clone(), stream, limits, place });
         tenants.by_name.insert(name, Arc::downgrade(&seat));
         drop(tenants);
@@ -269,10 +356,15 @@ impl Device {
 
     /// Gives back everything no tenant uses.
     fn trim_all(&self, bound: &Bound) {
-        let seats: Vec<Arc<Seat>> = self.0.tenants.lock().by_name.values().filter_map(Weak::upgrade).collect();
-        for seat in seats {
+        for seat in self.seats() {
             seat.trim(bound);
         }
+    }
+
+    fn seats(&self) -> Vec<Arc<Seat>> {
+        let mut tenants = self.0.tenants.lock();
+        tenants.reap();
+        tenants.by_name.values().filter_map(Weak::upgrade).collect()
     }
 }
 
@@ -304,11 +396,18 @@ impl Seat {
         let TenantLimits { memory_bytes_max, weight, running_max, waiting_max, multiprocessors } = self.limits;
         let share = Share { weight, running_max, waiting_max };
         bound.link.open(self.stream as usize, &self.name, share);
+        bound.link.open(lane(self.stream), &self.name, Share { weight: 0, running_max: 1, waiting_max });
         let cap = memory_bytes_max.saturating_add(POOL_SLACK_BYTES);
         let job = Job::OpenStream { stream: self.stream, memory_bytes_max: cap, sm_count: multiprocessors };
-        bound.link.send(CONTROL, vec![job.into()])?.wait(|_| ())?;
+        let opened = bound.link.send(CONTROL, vec![job.into()]).and_then(|ticket| ticket.wait(|_| ()));
+        if let Err(error) = opened {
+            bound.link.close(self.stream as usize);
+            bound.link.close(lane(self.stream));
+            return Err(error);
+        }
         let origin = Origin { tenant: self.stream, worker: bound.link.worker };
-        *place = Place { worker: Some(bound.link.worker), arena: Arena::new(&self.name, origin, memory_bytes_max) };
+        let arena = Arena::new(&self.name, origin, memory_bytes_max);
+        *place = Place { worker: Some(bound.link.worker), arena, modules: HashMap::new() };
         Ok(())
     }
 
@@ -332,27 +431,17 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         let bound = self.device.0.current.read().clone();
-        if self.place.lock().worker == Some(bound.link.worker) && bound.link.lost().is_none() {
-            // Buffers that nobody freed are free now: nobody is left to use them.
-            let place = std::mem::replace(
-                &mut *self.place.lock(),
-                Place { worker: None, arena: Arena::new("", Origin { tenant: 0, worker: 0 }, 0) },
-            );
-            let stream = self.stream as usize;
-            for (address, bytes) in place.arena.into_chunks() {
-                drop(send_when_possible(&bound.link, stream, Job::Release { stream: self.stream, address, bytes }));
-            }
-            // The number is somebody else's once everything on the stream is done, not before.
-            if let Ok(ticket) = send_when_possible(&bound.link, stream, Job::CloseStream { stream: self.stream }) {
-                let _ = ticket.wait(|_| ());
-            }
-            bound.link.close(stream);
-        }
+        let is_known = self.place.get_mut().worker == Some(bound.link.worker);
         let mut tenants = self.device.0.tenants.lock();
         if tenants.by_name.get(&self.name).is_some_and(|seat| seat.strong_count() == 0) {
             tenants.by_name.remove(&self.name);
         }
-        tenants.unused.push(self.stream);
+        // Buffers that nobody freed are free now: nobody is left to use them.
+        match is_known {
+            true => tenants.closing.push(Closing::new(bound, self.stream)),
+            false => tenants.unused.push(self.stream),
+        }
+        tenants.reap();
     }
 }
 

@@ -17,9 +17,12 @@ pub(crate) enum Job {
         memory_bytes_max: u64,
         sm_count: u32,
     },
+    /// Forgets a stream on which everything is done.
     CloseStream {
         stream: u32,
     },
+    /// On a stream: gives back its memory and forgets its graphs. On a lane: unloads its modules.
+    Clear,
     /// Takes memory from the stream's pool. Answers with its address.
     Reserve {
         stream: u32,
@@ -59,7 +62,8 @@ pub(crate) enum Job {
         to_address: u64,
         bytes: u64,
     },
-    /// Loads a module from the slab. Answers with its number.
+    /// Loads a module from the slab. Answers with its number. Modules and kernels are the business of a tenant's lane, not of
+    /// its stream: compiling takes long.
     Load {
         offset: u64,
         bytes: u64,
@@ -124,6 +128,7 @@ impl Job {
             Job::ForgetGraph { graph } => (16, &[u64::from(graph)]),
             Job::WriteInline { to_address } => (17, &[to_address]),
             Job::ReadInline { from_address, bytes } => (18, &[from_address, bytes]),
+            Job::Clear => (19, &[]),
         };
         words[0] = fields.0;
         words[HEAD_WORDS..HEAD_WORDS + fields.1.len()].copy_from_slice(fields.1);
@@ -157,6 +162,7 @@ impl Job {
             16 => Job::ForgetGraph { graph: half(0)? },
             17 => Job::WriteInline { to_address: at(0) },
             18 => Job::ReadInline { from_address: at(0), bytes: at(1) },
+            19 => Job::Clear,
             _ => return None,
         })
     }
@@ -177,18 +183,23 @@ pub(crate) struct Sent {
     /// Counts the jobs of its stream; the stream's flag shows the last one that is done.
     pub number: u32,
     pub payload_bytes: usize,
+    /// The last of the jobs that were sent together. The others' answers are not looked at.
+    pub is_last: bool,
 }
+
+/// Beside the length of the payload: more jobs follow that were sent together with this one.
+const MORE: u64 = 1 << 63;
 
 /// A cell of the slab, seen as a job and its answer.
 pub(crate) struct Cell<'a>(pub &'a [AtomicU64]);
 
 impl Cell<'_> {
-    pub(crate) fn put(&self, job: Job, stream: usize, number: u32, payload: &[u8]) {
+    pub(crate) fn put(&self, job: Job, stream: usize, number: u32, payload: &[u8], is_last: bool) {
         debug_assert!(payload.len() <= PAYLOAD_BYTES_MAX && self.0.len() == CELL_WORDS);
         let mut words = job.to_words();
         words[1] = stream as u64;
         words[2] = u64::from(number);
-        words[3] = payload.len() as u64;
+        words[3] = payload.len() as u64 | if is_last { 0 } else { MORE };
         for (cell, word) in self.0.iter().zip(words) {
             cell.store(word, Ordering::Relaxed);
         }
@@ -200,9 +211,10 @@ impl Cell<'_> {
 
     pub(crate) fn get(&self) -> Option<Sent> {
         let words: [u64; JOB_WORDS] = std::array::from_fn(|n| self.0[n].load(Ordering::Relaxed));
-        let payload_bytes = usize::try_from(words[3]).ok().filter(|n| *n <= PAYLOAD_BYTES_MAX)?;
+        let payload_bytes = usize::try_from(words[3] & !MORE).ok().filter(|n| *n <= PAYLOAD_BYTES_MAX)?;
         let stream = usize::try_from(words[1]).ok().filter(|n| *n < crate::slab::STREAMS)?;
-        Some(Sent { job: Job::from_words(&words)?, stream, number: u32::try_from(words[2]).ok()?, payload_bytes })
+        let (job, number) = (Job::from_words(&words)?, u32::try_from(words[2]).ok()?);
+        Some(Sent { job, stream, number, payload_bytes, is_last: words[3] & MORE == 0 })
     }
 
     /// Replaces the payload, as part of an answer.
@@ -296,10 +308,14 @@ mod tests {
             Job::ForgetGraph { graph: 5 },
             Job::WriteInline { to_address: 5 },
             Job::ReadInline { from_address: 5, bytes: 6 },
+            Job::Clear,
         ] {
             let payload: Vec<u8> = (0..PAYLOAD_BYTES_MAX - 3).map(|n| n as u8).collect();
-            cell.put(job, 5, u32::MAX, &payload);
-            assert_eq!(cell.get(), Some(Sent { job, stream: 5, number: u32::MAX, payload_bytes: payload.len() }));
+            for is_last in [true, false] {
+                cell.put(job, 5, u32::MAX, &payload, is_last);
+                let sent = Sent { job, stream: 5, number: u32::MAX, payload_bytes: payload.len(), is_last };
+                assert_eq!(cell.get(), Some(sent));
+            }
             let mut seen = vec![0; payload.len()];
             cell.payload(&mut seen);
             assert_eq!(seen, payload);
@@ -311,16 +327,16 @@ mod tests {
         let words = cell();
         let cell = Cell(&words);
         assert_eq!(cell.get(), None);
-        cell.put(Job::GraphBegin, 0, 0, &[]);
+        cell.put(Job::GraphBegin, 0, 0, &[], true);
         words[0].store(99, Ordering::Relaxed);
         assert_eq!(cell.get(), None, "kind");
-        cell.put(Job::Unload { module: 1 }, 0, 0, &[]);
+        cell.put(Job::Unload { module: 1 }, 0, 0, &[], true);
         words[HEAD_WORDS].store(1 << 32, Ordering::Relaxed);
         assert_eq!(cell.get(), None, "field");
-        cell.put(Job::GraphBegin, 0, 0, &[]);
+        cell.put(Job::GraphBegin, 0, 0, &[], true);
         words[3].store(PAYLOAD_BYTES_MAX as u64 + 1, Ordering::Relaxed);
         assert_eq!(cell.get(), None, "payload");
-        cell.put(Job::GraphBegin, 0, 0, &[]);
+        cell.put(Job::GraphBegin, 0, 0, &[], true);
         words[1].store(crate::slab::STREAMS as u64, Ordering::Relaxed);
         assert_eq!(cell.get(), None, "stream");
     }

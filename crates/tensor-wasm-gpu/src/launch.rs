@@ -1,26 +1,70 @@
 //! Kernels of a tenant: loading modules, finding kernels, launching them, recording graphs.
 
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
+
 use crate::arena::{Arena, Handle};
-use crate::device::{Bound, Completion, Tenant};
+use crate::device::{Bound, Completion, Garbage, Tenant, lane};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
 use crate::job::{Answer, Cell, Job};
-use crate::link::{CONTROL, Order, Ticket};
+use crate::link::{Order, Ticket};
 use crate::params::Params;
+use crate::pinned::Pinned;
 use crate::slab::PAYLOAD_BYTES_MAX;
 use crate::staging::{BLOCK_BYTES, Keep};
 
-/// A loaded kernel module.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Module {
+/// A loaded kernel module of a tenant. Cloning shares it; it is unloaded with the last clone and the last kernel of it.
+#[derive(Clone)]
+pub struct Module(Arc<Loaded>);
+
+pub(crate) struct Loaded {
     worker: u32,
+    stream: u32,
     number: u32,
+    garbage: Arc<Garbage>,
+    /// Kernels that were asked for before.
+    kernels: Mutex<HashMap<String, Arc<KernelInfo>>>,
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        self.garbage.push(lane(self.stream), Job::Unload { module: self.number });
+    }
+}
+
+impl PartialEq for Module {
+    fn eq(&self, other: &Module) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for Module {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Module({})", self.0.number)
+    }
 }
 
 /// A kernel, ready to be launched.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Kernel {
-    worker: u32,
+    module: Module,
+    info: Arc<KernelInfo>,
+}
+
+impl std::ops::Deref for Kernel {
+    type Target = KernelInfo;
+
+    fn deref(&self) -> &KernelInfo {
+        &self.info
+    }
+}
+
+/// What a device says about a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelInfo {
     number: u32,
     pub name: String,
     pub threads_max: u32,
@@ -32,14 +76,32 @@ pub struct Kernel {
     params: Vec<(u32, u32)>,
 }
 
-/// A sequence that was recorded once and runs as one.
-#[derive(Debug)]
-pub struct Graph {
+/// A sequence that was recorded once and runs as one. Forgotten when dropped.
+pub struct Graph(Arc<Recorded>);
+
+pub(crate) struct Recorded {
     worker: u32,
     stream: u32,
     number: u32,
-    /// What it reads and writes; all of it must be there still when it is replayed.
+    garbage: Arc<Garbage>,
+    used: Used,
+}
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        self.garbage.push(self.stream as usize, Job::ForgetGraph { graph: self.number });
+    }
+}
+
+/// What a recorded sequence uses.
+#[derive(Default)]
+struct Used {
+    /// All of them must be there still when it is replayed.
     buffers: Vec<Handle>,
+    #[expect(dead_code, reason = "held, not read")]
+    pinned: Vec<Pinned>,
+    #[expect(dead_code, reason = "held, not read")]
+    modules: Vec<Module>,
 }
 
 /// How many threads a kernel runs in.
@@ -58,14 +120,14 @@ pub enum Step<'a> {
 }
 
 impl Tenant {
-    /// Loads a kernel module (PTX text or a cubin), or finds it loaded: same bytes, same module.
+    /// Loads a kernel module (PTX text or a cubin), or finds it loaded by this tenant: same bytes, same module.
     pub async fn load(&self, image: &[u8]) -> Result<Module, DeviceError> {
         let bound = self.0.bound()?;
         let hash = blake3::hash(image);
-        let worker = bound.link.worker;
-        if let Some(number) = bound.modules.lock().get(&hash) {
-            return Ok(Module { worker, number: *number });
+        if let Some(loaded) = self.0.place.lock().modules.get(&hash).and_then(Weak::upgrade) {
+            return Ok(Module(loaded));
         }
+        bound.collect();
         if image.is_empty() || image.len() as u64 >= BLOCK_BYTES {
             let why = format!("it has {} bytes; between 1 and {} are possible", image.len(), BLOCK_BYTES - 1);
             return Err(DeviceError::BadModule { why });
@@ -76,21 +138,35 @@ impl Tenant {
         block.slab().copy_in(block.offset + image.len() as u64, &[0]);
         let job = Job::Load { offset: block.offset, bytes: image.len() as u64 };
         let order = Order { job, payload: &[], keeps: Some(Keep::Block(block)) };
-        let answer = bound.link.send(CONTROL, vec![order])?.await?;
-        let number = u32::try_from(answer.values[0]).unwrap_or(u32::MAX);
-        let number = *bound.modules.lock().entry(hash).or_insert(number);
-        Ok(Module { worker, number })
+        // Who gives up before it is loaded leaves it to the end of the tenant.
+        let answer = bound.link.send(lane(self.0.stream), vec![order])?.await?;
+        let loaded = Arc::new(Loaded {
+            worker: bound.link.worker,
+            stream: self.0.stream,
+            number: u32::try_from(answer.values[0]).unwrap_or(u32::MAX),
+            garbage: bound.garbage.clone(),
+            kernels: Mutex::default(),
+        });
+        let modules = &mut self.0.place.lock().modules;
+        modules.retain(|_, loaded| loaded.strong_count() > 0);
+        modules.insert(hash, Arc::downgrade(&loaded));
+        Ok(Module(loaded))
     }
 
     /// A kernel of a module.
-    pub async fn kernel(&self, module: Module, name: &str) -> Result<Kernel, DeviceError> {
+    pub async fn kernel(&self, module: &Module, name: &str) -> Result<Kernel, DeviceError> {
         let bound = self.0.bound()?;
-        same_worker(module.worker, &bound)?;
+        self.check_module(module, &bound)?;
+        if let Some(info) = module.0.kernels.lock().get(name).cloned() {
+            return Ok(Kernel { module: module.clone(), info });
+        }
         if name.is_empty() || name.len() >= PAYLOAD_BYTES_MAX || name.contains('\0') {
             return Err(DeviceError::NoSuchKernel { name: name.chars().take(64).collect() });
         }
-        let job = Job::Kernel { module: module.number };
-        let mut ticket = bound.link.send(CONTROL, vec![Order { job, payload: name.as_bytes(), keeps: None }])?;
+        let job = Job::Kernel { module: module.0.number };
+        let keeps = Some(Keep::Kernel(module.0.clone(), Vec::new()));
+        let order = Order { job, payload: name.as_bytes(), keeps };
+        let mut ticket = bound.link.send(lane(self.0.stream), vec![order])?;
         let cell = ticket.cell();
         let mut layout = vec![0; PAYLOAD_BYTES_MAX];
         let link = bound.link.clone();
@@ -100,8 +176,7 @@ impl Tenant {
         let half = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         let word = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
         let pairs = layout.chunks_exact(8).map(|pair| (word(&pair[..4]), word(&pair[4..])));
-        Ok(Kernel {
-            worker: module.worker,
+        let info = Arc::new(KernelInfo {
             number: half(number),
             name: name.to_owned(),
             threads_max: half(threads),
@@ -109,15 +184,27 @@ impl Tenant {
             registers: half(registers),
             blocks_per_multiprocessor: half(resident),
             params: pairs.take(usize::try_from(count).unwrap_or(0)).collect(),
-        })
+        });
+        module.0.kernels.lock().insert(name.to_owned(), info.clone());
+        Ok(Kernel { module: module.clone(), info })
+    }
+
+    fn check_module(&self, module: &Module, bound: &Bound) -> Result<(), DeviceError> {
+        same_worker(module.0.worker, bound)?;
+        // A module's variables are its tenant's.
+        match module.0.stream == self.0.stream {
+            true => Ok(()),
+            false => Err(DeviceError::ForeignHandle),
+        }
     }
 
     /// Launches a kernel. Its parameters are checked against its signature, its buffers against the tenant's.
     pub fn launch(&self, kernel: &Kernel, grid: Grid, params: &Params) -> Result<Completion, DeviceError> {
         let bound = self.0.bound()?;
-        same_worker(kernel.worker, &bound)?;
+        self.check_module(&kernel.module, &bound)?;
         check_grid(kernel, grid, &bound.info)?;
         params.check(&kernel.params)?;
+        let pinned = params.pinned(&bound.link.slab)?;
         let spans = params.spans();
         let mut place = self.0.place.lock();
         let mut orders: Vec<Order<'_>> = Vec::new();
@@ -133,7 +220,8 @@ impl Tenant {
         let block = params.block(&addresses);
         let Grid { blocks, threads, shared_bytes } = grid;
         let job = Job::Launch { kernel: kernel.number, grid: blocks, block: threads, shared_bytes };
-        orders.push(Order { job, payload: &block, keeps: None });
+        let keeps = Some(Keep::Kernel(kernel.module.0.clone(), pinned));
+        orders.push(Order { job, payload: &block, keeps });
         let ticket = bound.link.send(self.0.stream as usize, orders)?;
         spans.iter().for_each(|(handle, _)| place.arena.touch(*handle));
         Ok(Completion(ticket))
@@ -142,23 +230,25 @@ impl Tenant {
     /// Records a sequence that can then be replayed as one.
     pub async fn graph(&self, steps: &[Step<'_>]) -> Result<Graph, DeviceError> {
         let bound = self.0.bound()?;
-        let (ticket, buffers) = self.record(&bound, steps)?;
+        bound.collect();
+        let (ticket, used) = self.record(&bound, steps)?;
         let number = u32::try_from(ticket.await?.values[0]).unwrap_or(u32::MAX);
-        Ok(Graph { worker: bound.link.worker, stream: self.0.stream, number, buffers })
+        let (worker, stream, garbage) = (bound.link.worker, self.0.stream, bound.garbage.clone());
+        Ok(Graph(Arc::new(Recorded { worker, stream, number, garbage, used })))
     }
 
-    /// Sends the steps to be recorded; also returns the buffers they use.
-    fn record(&self, bound: &Bound, steps: &[Step<'_>]) -> Result<(Ticket, Vec<Handle>), DeviceError> {
+    /// Sends the steps to be recorded; also returns what they use.
+    fn record(&self, bound: &Bound, steps: &[Step<'_>]) -> Result<(Ticket, Used), DeviceError> {
         let mut blocks: Vec<Vec<u8>> = Vec::new();
         let mut jobs: Vec<(Job, Option<usize>)> = Vec::new();
         let mut zeros: Vec<Order<'_>> = Vec::new();
         let mut place = self.0.place.lock();
-        let mut used: Vec<Handle> = Vec::new();
+        let (mut buffers, mut pinned, mut modules): (Vec<Handle>, Vec<Pinned>, Vec<Module>) = Default::default();
         let mut span = |arena: &Arena, handle: Handle, offset: u64, len: u64| {
             let span = arena.peek(handle, offset, len, false)?;
             let whole = arena.peek(handle, 0, arena.size(handle)?, false)?;
             zeros.extend(whole.zero_first.map(|(address, bytes)| Job::Fill { address, bytes, value: 0 }.into()));
-            used.push(handle);
+            buffers.push(handle);
             Ok::<u64, DeviceError>(span.address)
         };
         for step in steps {
@@ -173,7 +263,9 @@ impl Tenant {
                     jobs.push((Job::Fill { address, bytes: *bytes, value: *value }, None));
                 }
                 Step::Launch { kernel, grid, params } => {
-                    same_worker(kernel.worker, bound)?;
+                    self.check_module(&kernel.module, bound)?;
+                    modules.push(kernel.module.clone());
+                    pinned.extend(params.pinned(&bound.link.slab)?);
                     check_grid(kernel, *grid, &bound.info)?;
                     params.check(&kernel.params)?;
                     let mut addresses = Vec::new();
@@ -199,22 +291,23 @@ impl Tenant {
         orders.extend(jobs.iter().map(|(job, at)| Order { job: *job, payload: payload(at), keeps: None }));
         orders.push(Job::GraphEnd.into());
         let ticket = bound.link.send(self.0.stream as usize, orders)?;
-        used.iter().for_each(|handle| place.arena.touch(*handle));
-        Ok((ticket, used))
+        buffers.iter().for_each(|handle| place.arena.touch(*handle));
+        Ok((ticket, Used { buffers, pinned, modules }))
     }
 
     /// Runs a recorded sequence. The buffers it was recorded with must not have been freed.
     pub fn replay(&self, graph: &Graph) -> Result<Completion, DeviceError> {
         let bound = self.0.bound()?;
-        same_worker(graph.worker, &bound)?;
-        if graph.stream != self.0.stream {
+        same_worker(graph.0.worker, &bound)?;
+        if graph.0.stream != self.0.stream {
             return Err(DeviceError::ForeignHandle);
         }
         // Held until the job is in line: what is freed after that is freed after it on the stream.
         let place = self.0.place.lock();
-        graph.buffers.iter().try_for_each(|handle| place.arena.size(*handle).map(drop))?;
-        let job = Job::Replay { graph: graph.number };
-        bound.link.send(self.0.stream as usize, vec![job.into()]).map(Completion)
+        graph.0.used.buffers.iter().try_for_each(|handle| place.arena.size(*handle).map(drop))?;
+        let job = Job::Replay { graph: graph.0.number };
+        let order = Order { job, payload: &[], keeps: Some(Keep::Graph(graph.0.clone())) };
+        bound.link.send(self.0.stream as usize, vec![order]).map(Completion)
     }
 }
 

@@ -14,6 +14,7 @@
 mod bell;
 mod ring;
 mod sync;
+mod waiters;
 
 #[cfg(not(loom))]
 mod arena;
@@ -73,7 +74,7 @@ mod exports {
     pub use crate::error::DeviceError;
     pub use crate::info::{DeviceInfo, DeviceKind};
     pub use crate::keeper::worker_main;
-    pub use crate::launch::{Graph, Grid, Kernel, Module, Step};
+    pub use crate::launch::{Graph, Grid, Kernel, KernelInfo, Module, Step};
     pub use crate::params::{Param, Params};
     pub use crate::pinned::Pinned;
     pub use crate::slab::SlabPlan;

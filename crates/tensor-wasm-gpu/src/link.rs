@@ -8,7 +8,7 @@
 
 use std::collections::VecDeque;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
@@ -21,8 +21,9 @@ use crate::fair::{Fair, Full, Share};
 use crate::info::DeviceKind;
 use crate::job::{Answer, Cell, Job};
 use crate::metrics::Metrics;
-use crate::slab::{CELLS, STREAMS, Slab, WorkerState};
+use crate::slab::{CELLS, SEATS, STREAMS, Slab, WorkerState};
 use crate::staging::{Keep, Staging};
+use crate::waiters::{Waiter, Waiters};
 use crate::worker::STOP;
 
 /// Who awaits a job looks at its flag for this long before it lets itself be woken: launching and completing an empty
@@ -34,6 +35,9 @@ const LOOK: Duration = Duration::from_micros(50);
 /// looking for a few milliseconds; where the CPU itself does the work it is not.
 const WATCH_GPU: Duration = Duration::from_millis(6);
 const WATCH_CPU: Duration = Duration::from_micros(100);
+
+/// Pauses of the completion thread between two looks, together about a microsecond.
+const LOOK_PAUSES: u32 = 16;
 
 /// Ring entries with this bit are not cells but streams whose completion the worker is to announce by the bell.
 pub(crate) const NOTIFY: u32 = 1 << 31;
@@ -53,9 +57,7 @@ pub(crate) struct Link {
     pub staging: Arc<Staging>,
     patience: Duration,
     state: Mutex<State>,
-    waiters: Mutex<Vec<Waiter>>,
-    /// Counts what the completion thread is woken for, so that it sees what came while it was falling asleep.
-    news: AtomicU64,
+    waiters: Waiters,
     lost: OnceLock<String>,
 }
 
@@ -104,6 +106,7 @@ struct CellState {
     /// Memory of the slab that the job reads or writes.
     keeps: Option<Keep>,
     is_launch: bool,
+    is_read: bool,
     /// The last of its batch.
     is_last: bool,
     is_done: bool,
@@ -115,16 +118,12 @@ struct Stream {
     tenant: Arc<str>,
     next_number: u32,
     running: VecDeque<u32>,
+    /// Cells in use, also for answers that nobody has asked for yet.
+    cells: usize,
     /// The worker was asked to announce this much.
     announced: u32,
     is_low: bool,
     last_done: Instant,
-}
-
-struct Waiter {
-    stream: usize,
-    number: u32,
-    waker: Waker,
 }
 
 /// A job to send, with what it needs.
@@ -132,6 +131,12 @@ pub(crate) struct Order<'a> {
     pub job: Job,
     pub payload: &'a [u8],
     pub keeps: Option<Keep>,
+}
+
+impl Order<'_> {
+    fn is_read(&self) -> bool {
+        matches!(self.job, Job::Read { .. })
+    }
 }
 
 impl<'a> From<Job> for Order<'a> {
@@ -179,8 +184,7 @@ impl Link {
             worker,
             metrics,
             state: Mutex::new(state),
-            waiters: Mutex::default(),
-            news: AtomicU64::new(0),
+            waiters: Waiters::default(),
             lost: OnceLock::new(),
         });
         link.open(CONTROL, "", Share { weight: 0, running_max: CELLS, waiting_max: CELLS });
@@ -205,20 +209,22 @@ impl Link {
             tenant: tenant.into(),
             next_number: flag.wrapping_add(1),
             running: VecDeque::new(),
+            cells: 0,
             announced: flag,
             is_low: false,
             last_done: Instant::now(),
         });
     }
 
-    /// Takes a stream's line away, once everything on it is done.
-    pub(crate) fn close(&self, stream: usize) {
+    /// Takes a stream's line away, if everything on it is done. Returns whether it is gone.
+    pub(crate) fn close(&self, stream: usize) -> bool {
         let mut state = self.state.lock();
         self.settle(&mut state, Instant::now());
-        let is_idle = |own: &Stream| own.running.is_empty();
-        if let Some(own) = state.streams[stream].take_if(|own| is_idle(own)) {
-            state.fair.close(own.line);
+        let State { fair, streams, .. } = &mut *state;
+        if let Some(own) = streams[stream].take_if(|own| own.cells == 0) {
+            fair.close(own.line);
         }
+        streams[stream].is_none()
     }
 
     /// How long the oldest job on the device has been there.
@@ -231,7 +237,8 @@ impl Link {
             let cell = stream.running.front()?;
             Some(now.saturating_duration_since(state.cells[*cell as usize].sent?.max(stream.last_done)))
         };
-        state.active.iter().filter_map(first).max()
+        // How long a module takes to compile is its tenant's affair alone.
+        state.active.iter().filter(|n| **n < SEATS).filter_map(first).max()
     }
 
     pub(crate) fn lost(&self) -> Option<DeviceError> {
@@ -241,8 +248,7 @@ impl Link {
     /// Fails everything that is under way and everything that comes.
     pub(crate) fn lose(&self, why: &str) {
         if self.lost.set(why.to_owned()).is_ok() {
-            let waiters = std::mem::take(&mut *self.waiters.lock());
-            waiters.into_iter().for_each(|waiter| waiter.waker.wake());
+            self.waiters.wake(|_, _| true);
             // Blocks of jobs that will never be done do not come back.
             self.staging.close(DeviceError::DeviceLost { why: why.to_owned() });
             self.slab.done_bell().ring();
@@ -269,33 +275,36 @@ impl Link {
         let state = &mut *guard;
         self.settle(state, now);
         let line = state.streams[stream].as_ref().ok_or(DeviceError::StaleHandle)?.line;
-        if state.fair.room(line) < 1 || state.unused.len() < orders.len() {
+        if state.fair.room(line) < 1 || !state.has_cells(stream, orders.len()) {
             // Who is refused and asks again and again must see the line move.
             self.pump(state, now);
         }
         let now_ns = state.nanos(now);
+        let has_cells = state.has_cells(stream, orders.len());
         let own = state.streams[stream].as_mut().ok_or(DeviceError::StaleHandle)?;
         let queued = state.fair.waiting(own.line);
         let busy = |queued| DeviceError::Busy { tenant: own.tenant.to_string(), queued };
-        if state.fair.room(own.line) < 1 || state.unused.len() < orders.len() {
+        if state.fair.room(own.line) < 1 || !has_cells {
             return Err(busy(queued));
         }
         let count = orders.len();
-        let has_kept = orders.last().is_some_and(|order| order.keeps.is_some());
+        let has_kept = orders.last().is_some_and(|order| order.is_read());
         let mut last = None;
         let mut cells = Vec::with_capacity(if count > 1 { count } else { 0 });
         for (at, order) in orders.into_iter().enumerate() {
             let Some(cell) = state.unused.pop() else { return Err(busy(queued)) };
             let number = own.next_number;
-            Cell(self.slab.cell(cell)).put(order.job, stream, number, order.payload);
+            let is_last = at + 1 == count;
+            Cell(self.slab.cell(cell)).put(order.job, stream, number, order.payload, is_last);
             state.cells[cell as usize] = CellState {
+                is_read: order.is_read(),
                 stream,
                 number,
                 keeps: order.keeps,
                 is_launch: matches!(order.job, Job::Launch { .. } | Job::Replay { .. }),
-                is_last: at + 1 == count,
+                is_last,
                 // Nobody holds a ticket for any but the last.
-                is_released: at + 1 < count,
+                is_released: !is_last,
                 ..CellState::default()
             };
             own.next_number = number.wrapping_add(1);
@@ -311,13 +320,13 @@ impl Link {
             own.next_number = own.next_number.wrapping_sub(count as u32);
             return Err(busy(queued));
         }
+        own.cells += count;
         self.pump(state, now);
         let has_backlog = state.streams[stream].as_ref().is_some_and(|own| state.fair.waiting(own.line) > 0);
         drop(guard);
         if has_backlog {
             // Somebody has to send the rest, also if nobody waits for it.
-            self.news.fetch_add(1, Ordering::SeqCst);
-            self.slab.done_bell().ring();
+            self.waiters.tell(self.slab.done_bell());
         }
         Ok(Ticket {
             link: self.clone(),
@@ -364,10 +373,13 @@ impl Link {
                     self.metrics.kernel_latency.observe(now.saturating_duration_since(sent).as_secs_f64());
                 }
                 own.is_done = true;
-                // Whoever still asks for the answer may want to look at what the job kept.
-                if own.is_released {
+                // Who asks for the answer of a read wants what it brought too; else nothing is kept for longer than the job.
+                if own.is_released || !own.is_read {
                     own.keeps = None;
+                }
+                if own.is_released {
                     unused.push(cell);
+                    stream.cells -= 1;
                 }
             }
             !stream.running.is_empty()
@@ -421,35 +433,19 @@ impl Link {
         state.active.iter().any(is_news)
     }
 
-    /// Has somebody woken once a job is done, or at once if it is.
-    fn register(&self, waiter: Waiter) {
-        let (stream, number) = (waiter.stream, waiter.number);
-        self.waiters.lock().push(waiter);
-        self.news.fetch_add(1, Ordering::SeqCst);
-        if self.is_done(stream, number) || self.lost.get().is_some() {
-            self.wake_done();
-        } else {
-            self.slab.done_bell().ring();
-        }
+    /// Whether a job is done, or never will be.
+    fn is_over(&self, stream: usize, number: u32) -> bool {
+        self.is_done(stream, number) || self.lost.get().is_some()
     }
 
-    /// Wakes everybody whose job is done. Returns whether there was anybody, and whether anybody is left.
-    fn wake_done(&self) -> (bool, bool) {
-        let mut done = Vec::new();
-        let left = {
-            let mut waiters = self.waiters.lock();
-            let is_lost = self.lost.get().is_some();
-            done.extend(waiters.extract_if(.., |w| is_lost || self.is_done(w.stream, w.number)));
-            !waiters.is_empty()
-        };
-        let woken = !done.is_empty();
-        done.into_iter().for_each(|waiter| waiter.waker.wake());
-        (woken, left)
+    fn register(&self, stream: usize, number: u32, waker: Waker) {
+        let waiter = Waiter { stream, number, waker };
+        self.waiters.register(waiter, |stream, number| self.is_over(stream, number), self.slab.done_bell());
     }
 
     /// Asks the worker to ring when the streams that somebody waits for have come so far.
     fn ask_to_be_rung(&self, state: &mut State) {
-        let mut wanted: Vec<(usize, u32)> = self.waiters.lock().iter().map(|w| (w.stream, w.number)).collect();
+        let mut wanted = self.waiters.wanted();
         // A line that could send more once something is done waits too.
         for n in &state.active {
             if let Some(stream) = &state.streams[*n]
@@ -496,8 +492,8 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
         if slab.state() == WorkerState::Lost {
             link.lose(&crate::info::reason(slab));
         }
-        let news = link.news.load(Ordering::SeqCst);
-        let (woken, left) = link.wake_done();
+        let seen = link.waiters.look();
+        let (woken, left) = link.waiters.wake(|stream, number| link.is_over(stream, number));
         let now = Instant::now();
         let backlog = {
             let mut state = link.state.lock();
@@ -511,7 +507,8 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
         }
         if (left || backlog) && now.duration_since(quiet_since) < link.patience {
             drop(link);
-            std::hint::spin_loop();
+            // Who registered has waited for longer than this already; whoever sends jobs needs the lock and the core's other half.
+            (0..LOOK_PAUSES).for_each(|_| std::hint::spin_loop());
             continue;
         }
         if left || backlog {
@@ -524,12 +521,8 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
         let is_news = || match weak.upgrade() {
             None => true,
             Some(link) => {
-                let has_news = (left || backlog) && link.has_news();
-                let waiters = link.waiters.lock();
-                let is_done = |w: &Waiter| link.is_done(w.stream, w.number);
-                has_news
-                    || link.news.load(Ordering::SeqCst) != news
-                    || waiters.iter().any(is_done)
+                (left || backlog) && link.has_news()
+                    || link.waiters.has_news(&seen, |stream, number| link.is_done(stream, number))
                     || link.lost.get().is_some() != lost
                     || !lost && slab.state() == WorkerState::Lost
             }
@@ -548,8 +541,8 @@ impl Ticket {
         self.cell
     }
 
-    fn is_over(&self) -> bool {
-        self.link.is_done(self.stream, self.number) || self.link.lost.get().is_some()
+    pub(crate) fn is_over(&self) -> bool {
+        self.link.is_over(self.stream, self.number)
     }
 
     /// The answer of a job that is over. What the job kept (staging) is handed to `last_look` before it goes.
@@ -593,7 +586,7 @@ impl Ticket {
         }
         if !self.is_over() {
             let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-            self.link.register(Waiter { stream: self.stream, number: self.number, waker });
+            self.link.register(self.stream, self.number, waker);
             while !self.is_over() {
                 std::thread::park();
             }
@@ -619,7 +612,7 @@ impl Ticket {
         }
         if !self.registered.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
             self.registered = Some(cx.waker().clone());
-            self.link.register(Waiter { stream: self.stream, number: self.number, waker: cx.waker().clone() });
+            self.link.register(self.stream, self.number, cx.waker().clone());
         }
         Poll::Pending
     }
@@ -649,6 +642,18 @@ impl State {
         if own.is_done {
             own.keeps = None;
             self.unused.push(cell);
+            if let Some(stream) = &mut self.streams[own.stream] {
+                stream.cells -= 1;
+            }
         }
+    }
+
+    /// Whether a stream may have so many more cells: no more of them than it leaves to the others. So one that hoards cells
+    /// gets half of them, two get a third each, and there are always some for one who has none. What is nobody's may take
+    /// the last.
+    fn has_cells(&self, stream: usize, count: usize) -> bool {
+        let held = self.streams[stream].as_ref().map_or(0, |own| own.cells);
+        let left = self.unused.len().checked_sub(count);
+        left.is_some_and(|left| stream == CONTROL || held + count <= left)
     }
 }

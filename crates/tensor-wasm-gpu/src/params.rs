@@ -1,10 +1,13 @@
 //! The parameters of a kernel launch: typed values, laid out as the device expects and checked against its signature.
 
+use std::sync::Arc;
+
 use crate::arena::Handle;
 use crate::error::DeviceError;
-use crate::slab::PAYLOAD_BYTES_MAX;
+use crate::pinned::Pinned;
+use crate::slab::{PAYLOAD_BYTES_MAX, Slab};
 
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum Param {
     I32(i32),
     U32(u32),
@@ -17,8 +20,11 @@ pub enum Param {
         handle: Handle,
         offset: u64,
     },
-    /// An address the device sees: of pinned memory, say.
-    Address(u64),
+    /// The address of pinned memory, from an offset on. It stays until the launch is done.
+    Pinned {
+        memory: Pinned,
+        offset: u64,
+    },
 }
 
 /// Parameters in order.
@@ -26,10 +32,10 @@ pub enum Param {
 pub struct Params(Vec<Param>);
 
 impl Param {
-    fn bytes(self) -> u32 {
+    fn bytes(&self) -> u32 {
         match self {
             Param::I32(_) | Param::U32(_) | Param::F32(_) => 4,
-            Param::I64(_) | Param::U64(_) | Param::F64(_) | Param::Buffer { .. } | Param::Address(_) => 8,
+            Param::I64(_) | Param::U64(_) | Param::F64(_) | Param::Buffer { .. } | Param::Pinned { .. } => 8,
         }
     }
 }
@@ -58,6 +64,19 @@ impl Params {
         self.0.iter().filter_map(buffer).collect()
     }
 
+    /// The pinned memories among them, all of which must be this slab's.
+    pub(crate) fn pinned(&self, slab: &Arc<Slab>) -> Result<Vec<Pinned>, DeviceError> {
+        let mut held = Vec::new();
+        for param in &self.0 {
+            if let Param::Pinned { memory, offset } = param {
+                memory.check_worker(slab)?;
+                memory.check(*offset, 0)?;
+                held.push(memory.clone());
+            }
+        }
+        Ok(held)
+    }
+
     /// Compares with what the kernel takes.
     pub(crate) fn check(&self, expected: &[(u32, u32)]) -> Result<(), DeviceError> {
         let bad = |why: String| Err(DeviceError::BadParams { why });
@@ -70,7 +89,7 @@ impl Params {
         }
         for (n, (given, expected)) in self.layout().zip(expected).enumerate() {
             if given != *expected {
-                let (kind, given, expected) = (self.0[n], given.1, expected.1);
+                let (kind, given, expected) = (&self.0[n], given.1, expected.1);
                 return bad(format!("parameter {n} has {expected} bytes, and {kind:?} has {given}"));
             }
         }
@@ -87,9 +106,12 @@ impl Params {
                 Param::I32(value) => block.extend_from_slice(&value.to_le_bytes()),
                 Param::U32(value) => block.extend_from_slice(&value.to_le_bytes()),
                 Param::I64(value) => block.extend_from_slice(&value.to_le_bytes()),
-                Param::U64(value) | Param::Address(value) => block.extend_from_slice(&value.to_le_bytes()),
+                Param::U64(value) => block.extend_from_slice(&value.to_le_bytes()),
                 Param::F32(value) => block.extend_from_slice(&value.to_le_bytes()),
                 Param::F64(value) => block.extend_from_slice(&value.to_le_bytes()),
+                Param::Pinned { memory, offset } => {
+                    block.extend_from_slice(&(memory.device_address() + offset).to_le_bytes());
+                }
                 Param::Buffer { .. } => {
                     block.extend_from_slice(&addresses.next().copied().unwrap_or(0).to_le_bytes());
                 }

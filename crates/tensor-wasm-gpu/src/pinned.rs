@@ -22,6 +22,18 @@ pub(crate) struct PinnedPool {
 #[derive(Clone)]
 pub struct Pinned(Arc<Part>);
 
+impl PartialEq for Pinned {
+    fn eq(&self, other: &Pinned) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Pinned({} bytes)", self.0.len)
+    }
+}
+
 struct Part {
     pool: Arc<PinnedPool>,
     offset: u64,
@@ -52,7 +64,7 @@ impl PinnedPool {
             }
             offset
         };
-        let device_address = if slab_address == 0 { 0 } else { slab_address + offset };
+        let device_address = slab_address + offset;
         let pinned = Pinned(Arc::new(Part { pool: self.clone(), offset, len: bytes, device_address }));
         pinned.zero();
         Ok(pinned)
@@ -65,9 +77,9 @@ impl Pinned {
         self.0.len
     }
 
-    /// Where the device sees it; `None` where it does not.
-    pub fn device_address(&self) -> Option<u64> {
-        (self.0.device_address != 0).then_some(self.0.device_address)
+    /// Where the device sees it.
+    pub fn device_address(&self) -> u64 {
+        self.0.device_address
     }
 
     pub(crate) fn slab_offset(&self) -> u64 {
@@ -75,8 +87,11 @@ impl Pinned {
     }
 
     /// Whether it is a part of this slab, and not of an earlier worker's.
-    pub(crate) fn is_of(&self, slab: &Arc<Slab>) -> bool {
-        Arc::ptr_eq(&self.0.pool.slab, slab)
+    pub(crate) fn check_worker(&self, slab: &Arc<Slab>) -> Result<(), DeviceError> {
+        match Arc::ptr_eq(&self.0.pool.slab, slab) {
+            true => Ok(()),
+            false => Err(DeviceError::DeviceLost { why: "the pinned memory was an earlier worker's".to_owned() }),
+        }
     }
 
     /// Copies bytes in. What a job under way reads or writes of it meanwhile is undefined bytes, not undefined behaviour.

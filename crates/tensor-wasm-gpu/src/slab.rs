@@ -16,13 +16,17 @@ use crate::bell::Bell;
 use crate::ring::Ring;
 
 /// Jobs that may be under way at once, all tenants together.
-pub(crate) const CELLS: usize = 1024;
+pub(crate) const CELLS: usize = 2048;
 
 /// Entries of the ring: one for every cell, and as many for what else the worker is told. It is never full of cells.
 const RING_ENTRIES: usize = 4 * CELLS;
 
-/// Streams of one device: the control stream and one per tenant.
-pub(crate) const STREAMS: usize = 512;
+/// Tenants of one device, and the control stream.
+pub(crate) const SEATS: usize = 512;
+
+/// Things that are done in order: the control stream, a stream per tenant, and then a lane for each of them, on which
+/// modules are loaded.
+pub(crate) const STREAMS: usize = 2 * SEATS;
 
 /// Words of a cell: the job, its payload, and the answer.
 pub(crate) const CELL_WORDS: usize = JOB_WORDS + PAYLOAD_BYTES_MAX / 8 + ANSWER_WORDS;

@@ -7,6 +7,7 @@ use std::task::{Poll, Waker};
 use parking_lot::Mutex;
 
 use crate::error::DeviceError;
+use crate::launch::{Loaded, Recorded};
 use crate::pinned::Pinned;
 use crate::slab::Slab;
 
@@ -30,10 +31,16 @@ pub(crate) struct Block {
     pub offset: u64,
 }
 
-/// Memory of the slab that a job under way reads or writes.
+/// What a job under way uses.
 pub(crate) enum Keep {
     Block(Block),
-    Pinned(#[expect(dead_code, reason = "held, not read: it goes back to the slab when the job is done")] Pinned),
+    /// Held until the job is done, not read.
+    Pinned(#[expect(dead_code, reason = "held, not read")] Vec<Pinned>),
+    Kernel(
+        #[expect(dead_code, reason = "held, not read")] Arc<Loaded>,
+        #[expect(dead_code, reason = "held, not read")] Vec<Pinned>,
+    ),
+    Graph(#[expect(dead_code, reason = "held, not read")] Arc<Recorded>),
 }
 
 impl Staging {

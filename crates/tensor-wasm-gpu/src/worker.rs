@@ -1,30 +1,31 @@
 //! The worker: the one thread that owns a device. It takes jobs from the ring, has the backend do them, and lets the
-//! backend write the stream's flag when they are done. In `serve` it is a process of its own (`process.rs`); for library
-//! use it is a thread (`device.rs`).
+//! backend write the stream's flag when they are done. In `serve` it is a process of its own and for library use a thread; `keeper.rs`
+//! starts either.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::backend::Backend;
 use crate::error::DeviceError;
-use crate::job::{Answer, Cell};
+use crate::job::{Answer, Cell, Job};
 use crate::link::{LOW, NOTIFY, PRIORITY};
-use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, STREAMS, Slab, WorkerState};
+use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, SEATS, STREAMS, Slab, WorkerState};
 
 /// An entry of the ring that ends the worker.
 pub(crate) const STOP: u32 = u32::MAX;
 
 /// Jobs of a stream share one write of its flag, up to this many: the write costs as much as a launch.
-const JOBS_PER_FLAG: usize = 64;
+const JOBS_PER_FLAG: usize = 128;
 
 /// Runs jobs until told to stop or until the device is lost.
 pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
     let ring = slab.ring();
-    let mut unflagged: Vec<(usize, u32)> = Vec::with_capacity(STREAMS);
+    let mut unflagged: Vec<(usize, u32)> = Vec::with_capacity(SEATS);
     let mut since_flag = 0;
     let mut tail_seen = ring.start();
     let mut payload = [0; PAYLOAD_BYTES_MAX];
     let mut idle_since: Option<Instant> = None;
+    let mut batch_error: Option<DeviceError> = None;
     let heartbeat = slab.heartbeat();
     slab.set_state(WorkerState::Ready);
     slab.done_bell().ring();
@@ -75,11 +76,29 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
         let Some(sent) = cell.get() else { continue };
         let bytes = &mut payload[..sent.payload_bytes];
         cell.payload(bytes);
-        let answer = backend.execute(sent.stream, sent.job, bytes, entry);
-        if let Err(DeviceError::DeviceLost { .. }) = &answer
-            && let Err(error) = &answer
-        {
+        if sent.stream >= SEATS {
+            backend.in_lane(sent, bytes, entry);
+            continue;
+        }
+        let mut answer = match (&batch_error, sent.job) {
+            (Some(error), Job::GraphEnd) => {
+                // The recording ends in any case; what was recorded is of no use.
+                if let Ok(Answer { values: [graph, ..] }) = backend.execute(sent.stream, sent.job, bytes, entry) {
+                    let graph = u32::try_from(graph).unwrap_or(u32::MAX);
+                    let _ = backend.execute(sent.stream, Job::ForgetGraph { graph }, &[], entry);
+                }
+                Err(error.clone())
+            }
+            (Some(error), _) => Err(error.clone()),
+            (None, _) => backend.execute(sent.stream, sent.job, bytes, entry),
+        };
+        if let Err(error @ DeviceError::DeviceLost { .. }) = &answer {
             return lost(slab, error);
+        }
+        // What was sent together fails together: with the first error, answered by the last.
+        match sent.is_last {
+            true => batch_error = None,
+            false => batch_error = std::mem::replace(&mut answer, Ok(Answer::default())).err().or(batch_error),
         }
         // A cell is sent with an empty answer in it; writing the same again would take the line from the server's core.
         if answer != Ok(Answer::default()) {
@@ -112,4 +131,39 @@ pub(crate) fn lost(slab: &Slab, error: &DeviceError) {
     crate::info::put_reason(slab, &why);
     slab.set_state(WorkerState::Lost);
     slab.done_bell().ring();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::CpuBackend;
+    use crate::link::{CONTROL, Link};
+    use crate::slab::SlabPlan;
+    use std::sync::Arc;
+
+    #[test]
+    fn what_is_sent_together_fails_together_with_the_first_error() {
+        let slab = Arc::new(Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 0 }).unwrap());
+        let mut backend = CpuBackend::new(slab.clone()).unwrap();
+        crate::info::put(&slab, &backend.info());
+        let own = slab.clone();
+        let worker = std::thread::spawn(move || run(&own, &mut backend, Duration::ZERO));
+        let link = Link::new(slab, 0, Arc::default());
+        let send = |jobs: &[Job]| {
+            let orders = jobs.iter().map(|job| (*job).into()).collect();
+            link.send(CONTROL, orders).unwrap().wait(|_| ())
+        };
+        let bad = Job::Release { stream: 0, address: 7, bytes: 7 };
+        send(&[Job::GraphBegin, Job::GraphEnd]).unwrap();
+        assert!(matches!(send(&[bad, Job::GraphBegin, Job::GraphEnd]), Err(DeviceError::Refused { .. })));
+        // Neither begun nor left open: the next recording begins and ends.
+        send(&[Job::GraphBegin, Job::GraphEnd]).unwrap();
+        assert!(matches!(send(&[Job::GraphBegin, bad, Job::GraphEnd]), Err(DeviceError::Refused { .. })));
+        let Answer { values: [graph, ..] } = send(&[Job::GraphBegin, Job::GraphEnd]).unwrap();
+        let before = Job::Replay { graph: graph as u32 - 1 };
+        assert!(send(&[before]).is_err(), "what was recorded with an error is forgotten");
+        send(&[Job::Replay { graph: graph as u32 }]).unwrap();
+        drop(link);
+        worker.join().unwrap();
+    }
 }

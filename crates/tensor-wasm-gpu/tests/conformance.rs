@@ -19,7 +19,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tensor_wasm_gpu::{
     Device, DeviceChoice, DeviceError, DeviceEvent, DeviceKind, Events, Grid, Handle, OpenOptions, Param, Params,
-    Placement, SlabPlan, Step, Tenant, TenantLimits,
+    Pinned, Placement, SlabPlan, Step, Tenant, TenantLimits,
 };
 
 /// Where a case runs.
@@ -49,6 +49,9 @@ const CASES: &[Case] = &[
     ("graphs_replay_what_was_recorded", graphs),
     ("kernels_run_or_are_refused", kernels),
     ("bad_modules_kernels_parameters_and_grids_are_refused", bad_kernels),
+    ("a_modules_variables_are_its_tenants_own", own_globals),
+    ("a_slow_compilation_holds_up_nobody", slow_compiling),
+    ("hoarded_completions_starve_nobody", hoarded_completions),
     ("awaiting_and_waiting_see_the_same", awaiting_and_waiting),
     ("a_lost_device_says_so_and_comes_back", lost_and_back),
     ("a_killed_worker_is_replaced_under_load", killed_worker),
@@ -261,7 +264,6 @@ fn out_of_memory(setup: &Setup) {
 fn pinned_memory(setup: &Setup) {
     let tenant = setup.tenant("pinned");
     let (from, to) = (setup.device.pinned(1 << 20).unwrap(), setup.device.pinned(1 << 20).unwrap());
-    assert!(from.device_address().is_some(), "the device sees it");
     let bytes = random_bytes(3, 1 << 20);
     from.write(0, &bytes).unwrap();
     let buffer = tenant.buffer(1 << 20).unwrap();
@@ -481,7 +483,7 @@ fn kernels(setup: &Setup) {
     }
     let module = loaded.unwrap();
     assert_eq!(block_on(tenant.load(PTX.as_bytes())).unwrap(), module, "same bytes, same module");
-    let add = block_on(tenant.kernel(module, "add")).unwrap();
+    let add = block_on(tenant.kernel(&module, "add")).unwrap();
     assert!(add.threads_max >= 256 && add.registers > 0 && add.blocks_per_multiprocessor > 0, "{add:?}");
     let n = 100_003_u32;
     let float = |seed| -> Vec<f32> {
@@ -507,8 +509,128 @@ fn kernels(setup: &Setup) {
     assert!(read(&tenant, buffers[2].handle(), 0, size as usize) == bytes(&expected));
     let limits = TenantLimits { multiprocessors: 8, ..TenantLimits::default() };
     let part = setup.device.tenant("part", limits).unwrap();
-    let nothing = block_on(part.kernel(module, "nothing")).unwrap();
+    assert_eq!(block_on(part.kernel(&module, "nothing")).err(), Some(DeviceError::ForeignHandle));
+    let own = block_on(part.load(PTX.as_bytes())).unwrap();
+    let nothing = block_on(part.kernel(&own, "nothing")).unwrap();
     part.launch(&nothing, grid, &Params::default()).unwrap().wait().unwrap();
+    // A launch keeps what it uses: pinned memory read and written in place, the module, the kernel.
+    let (from, to) = (setup.device.pinned(size).unwrap(), setup.device.pinned(size).unwrap());
+    from.write(0, &bytes(&b)).unwrap();
+    let place = |memory: &Pinned| Param::Pinned { memory: memory.clone(), offset: 0 };
+    let params = Params::new([Param::from(&buffers[0]), place(&from), place(&to), Param::U32(n)]);
+    let completion = tenant.launch(&add, grid, &params).unwrap();
+    drop((from, params, add, module, graph));
+    completion.wait().unwrap();
+    let mut seen = vec![0xa5; size as usize];
+    to.read(0, &mut seen).unwrap();
+    assert!(seen == bytes(&expected), "in place");
+    // Modules and graphs come and go.
+    for n in 0..40 {
+        let text = PTX.replace("%r, 7", &format!("%r, {n}"));
+        let module = block_on(tenant.load(text.as_bytes())).unwrap();
+        let nothing = block_on(tenant.kernel(&module, "nothing")).unwrap();
+        let step = Step::Launch { kernel: &nothing, grid, params: &Params::default() };
+        let graph = block_on(tenant.graph(&[step])).unwrap();
+        drop(tenant.replay(&graph).unwrap());
+    }
+}
+
+const COUNTER: &str = r"
+.version 7.0
+.target sm_75
+.address_size 64
+.visible .global .u32 count;
+.visible .entry next(.param .u64 out)
+{
+    .reg .u32 %r<3>; .reg .u64 %d<3>;
+    ld.param.u64 %d1, [out]; mov.u64 %d2, count;
+    ld.global.u32 %r1, [%d2]; add.u32 %r2, %r1, 1; st.global.u32 [%d2], %r2; st.global.u32 [%d1], %r2;
+    ret;
+}
+";
+
+fn own_globals(setup: &Setup) {
+    if !setup.is_cuda() {
+        return;
+    }
+    let count = |tenant: &Tenant, times: u32| {
+        let module = block_on(tenant.load(COUNTER.as_bytes())).unwrap();
+        let next = block_on(tenant.kernel(&module, "next")).unwrap();
+        let out = tenant.buffer(4).unwrap();
+        let grid = Grid { blocks: [1, 1, 1], threads: [1, 1, 1], shared_bytes: 0 };
+        for _ in 0..times {
+            tenant.launch(&next, grid, &Params::new([Param::from(&out)])).unwrap().wait().unwrap();
+        }
+        let seen = read(tenant, out.handle(), 0, 4);
+        (module, u32::from_le_bytes(seen.try_into().unwrap()))
+    };
+    let (mine, theirs) = (setup.tenant("counts"), setup.tenant("counts-too"));
+    let held = count(&mine, 5);
+    assert_eq!(held.1, 5);
+    assert_eq!(count(&theirs, 1).1, 1, "not what another tenant counted");
+    assert_eq!(count(&mine, 1).1, 6, "still loaded");
+}
+
+fn slow_compiling(setup: &Setup) {
+    if !setup.is_cuda() {
+        return;
+    }
+    // More values at once than there are registers: the compiler takes a second, and for twice as many a minute.
+    let mut slow =
+        ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry slow(.param .u64 out)\n{\n".to_owned();
+    slow += ".reg .f32 %f<1010>; .reg .u64 %d; ld.param.u64 %d, [out]; ld.global.f32 %f0, [%d];\n";
+    for n in 0..1_000 {
+        slow += &format!("fma.rn.f32 %f{}, %f{n}, %f{}, %f{};\n", n + 1, n / 2, n / 3);
+    }
+    slow += "st.global.f32 [%d], %f1000; ret;\n}\n";
+    let (patient, hasty) = (setup.tenant("patient"), setup.tenant("hasty"));
+    let restarts = setup.device.restarts();
+    let is_loaded = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            block_on(patient.load(slow.as_bytes())).unwrap();
+            is_loaded.store(true, Ordering::Release);
+        });
+        let mut slowest = Duration::ZERO;
+        let mut rounds = 0;
+        while !is_loaded.load(Ordering::Acquire) {
+            let started = Instant::now();
+            let buffer = hasty.buffer(100).unwrap();
+            write(&hasty, buffer.handle(), 0, &[7; 100]);
+            slowest = slowest.max(started.elapsed());
+            rounds += 1;
+        }
+        assert!(rounds > 10 && slowest < Duration::from_millis(200), "{rounds} rounds, one of them {slowest:?}");
+    });
+    assert_eq!(setup.device.restarts(), restarts, "no worker was lost");
+}
+
+fn hoarded_completions(setup: &Setup) {
+    let hoarders: Vec<Tenant> = (0..3).map(|n| setup.tenant(&format!("hoarder-{n}"))).collect();
+    let mut hoard = Vec::new();
+    for hoarder in &hoarders {
+        let buffer = hoarder.alloc(100).unwrap();
+        for _ in 0..2_000 {
+            match hoarder.fill(buffer, 0, 100, 1) {
+                Ok(completion) => hoard.push(completion),
+                Err(DeviceError::Busy { .. }) => std::thread::sleep(Duration::from_micros(100)),
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+    assert!(hoard.len() > 500, "{}", hoard.len());
+    // Newcomers are served all the same.
+    for n in 0..20 {
+        let tenant = setup.tenant(&format!("newcomer-{n}"));
+        let buffer = tenant.buffer(5_000).unwrap();
+        write(&tenant, buffer.handle(), 0, &[n; 5_000]);
+        assert_eq!(read(&tenant, buffer.handle(), 0, 5_000), [n; 5_000]);
+    }
+    let first = hoard.len();
+    hoard.into_iter().for_each(|completion| completion.wait().unwrap());
+    let buffer = hoarders[0].alloc(100).unwrap();
+    let again: Vec<_> = (0..200).map(|_| retry(|| hoarders[0].fill(buffer, 0, 100, 1))).collect();
+    assert_eq!(again.len(), 200, "after {first}");
 }
 
 fn bad_kernels(setup: &Setup) {
@@ -523,19 +645,19 @@ fn bad_kernels(setup: &Setup) {
     let huge = block_on(tenant.load(&vec![b' '; 3 << 20])).unwrap_err();
     assert!(matches!(huge, DeviceError::BadModule { .. }), "{huge}");
     let module = block_on(tenant.load(PTX.as_bytes())).unwrap();
-    let missing = block_on(tenant.kernel(module, "subtract")).unwrap_err();
+    let missing = block_on(tenant.kernel(&module, "subtract")).unwrap_err();
     assert_eq!(missing, DeviceError::NoSuchKernel { name: "subtract".to_owned() });
-    let add = block_on(tenant.kernel(module, "add")).unwrap();
+    let add = block_on(tenant.kernel(&module, "add")).unwrap();
     let buffer = tenant.buffer(4_000).unwrap();
-    let pointer = Param::from(&buffer);
+    let pointer = || Param::from(&buffer);
     let grid = Grid { blocks: [1, 1, 1], threads: [32, 1, 1], shared_bytes: 0 };
     let refused =
-        |grid, params: &[Param]| tenant.launch(&add, grid, &Params::new(params.iter().copied())).err().unwrap();
-    let bad = refused(grid, &[pointer, pointer, pointer]);
+        |grid, params: &[Param]| tenant.launch(&add, grid, &Params::new(params.iter().cloned())).err().unwrap();
+    let bad = refused(grid, &[pointer(), pointer(), pointer()]);
     assert!(matches!(&bad, DeviceError::BadParams { why } if why.contains("it takes 4, and 3")), "{bad}");
-    let bad = refused(grid, &[pointer, pointer, Param::F32(1.0), Param::U32(1)]);
+    let bad = refused(grid, &[pointer(), pointer(), Param::F32(1.0), Param::U32(1)]);
     assert!(matches!(&bad, DeviceError::BadParams { why } if why.contains("parameter 2")), "{bad}");
-    let good = [pointer, pointer, pointer, Param::U32(0)];
+    let good = [pointer(), pointer(), pointer(), Param::U32(0)];
     for (blocks, threads, shared_bytes) in [
         ([0, 1, 1], [1, 1, 1], 0),
         ([1, 1, 1], [1, 0, 1], 0),
@@ -551,9 +673,9 @@ fn bad_kernels(setup: &Setup) {
     let stale = tenant.alloc(10).unwrap();
     tenant.free(stale).unwrap();
     let gone = Param::Buffer { handle: stale, offset: 0 };
-    assert_eq!(refused(grid, &[gone, pointer, pointer, Param::U32(0)]), DeviceError::StaleHandle);
+    assert_eq!(refused(grid, &[gone, pointer(), pointer(), Param::U32(0)]), DeviceError::StaleHandle);
     let beyond = Param::Buffer { handle: buffer.handle(), offset: 4_001 };
-    assert!(matches!(refused(grid, &[beyond, pointer, pointer, Param::U32(0)]), DeviceError::OutOfRange { .. }));
+    assert!(matches!(refused(grid, &[beyond, pointer(), pointer(), Param::U32(0)]), DeviceError::OutOfRange { .. }));
     // After all that the device is well.
     tenant.launch(&add, grid, &Params::new(good)).unwrap().wait().unwrap();
 }
@@ -698,13 +820,13 @@ fn faulting_kernel(setup: &Setup) {
         device.tenant("innocent", TenantLimits::default()).unwrap(),
     );
     let module = block_on(guilty.load(PTX.as_bytes())).unwrap();
-    let wild = block_on(guilty.kernel(module, "wild")).unwrap();
+    let wild = block_on(guilty.kernel(&module, "wild")).unwrap();
     let grid = Grid { blocks: [1, 1, 1], threads: [1, 1, 1], shared_bytes: 0 };
     let error = guilty.launch(&wild, grid, &Params::default()).unwrap().wait().unwrap_err();
     assert!(matches!(&error, DeviceError::DeviceLost { why } if why.contains("ILLEGAL_ADDRESS")), "{error}");
     let took = recovery(&device, 1);
     let module = block_on(innocent.load(PTX.as_bytes())).unwrap();
-    let nothing = block_on(innocent.kernel(module, "nothing")).unwrap();
+    let nothing = block_on(innocent.kernel(&module, "nothing")).unwrap();
     innocent.launch(&nothing, grid, &Params::default()).unwrap().wait().unwrap();
     assert!(guilty.launch(&wild, grid, &Params::default()).is_err(), "a kernel of the lost worker");
     println!("    back after {took:.0?}");

@@ -11,8 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use super::Backend;
 use crate::error::DeviceError;
 use crate::info::{DeviceInfo, DeviceKind};
-use crate::job::{Answer, Job};
-use crate::slab::{PAYLOAD_BYTES_MAX, STREAMS, Slab};
+use crate::job::{Answer, Job, Sent};
+use crate::slab::{PAYLOAD_BYTES_MAX, SEATS, Slab};
 
 /// Copies up to this are done at once: handing one over takes longer.
 const INLINE_BYTES_MAX: u64 = 64 << 10;
@@ -26,8 +26,10 @@ pub(crate) struct CpuBackend {
     slab: Arc<Slab>,
     threads: Vec<Sender<(usize, Task)>>,
     streams: Vec<StreamState>,
-    reserved: HashMap<u64, u64>,
-    graphs: HashMap<u32, Vec<Step>>,
+    /// By address: size, and the stream it belongs to.
+    reserved: HashMap<u64, (u64, usize)>,
+    /// By their numbers, with the streams they belong to.
+    graphs: HashMap<u32, (usize, Vec<Step>)>,
     next_graph: u32,
 }
 
@@ -85,7 +87,7 @@ impl Step {
 impl CpuBackend {
     pub(crate) fn new(slab: Arc<Slab>) -> Result<CpuBackend, String> {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let streams: Vec<StreamState> = (0..STREAMS).map(|_| StreamState::default()).collect();
+        let streams: Vec<StreamState> = (0..SEATS).map(|_| StreamState::default()).collect();
         let counts: Vec<Arc<AtomicUsize>> = streams.iter().map(|s| s.handed.clone()).collect();
         let threads = (0..cores.min(THREADS_MAX)).map(|n| {
             let (sender, tasks) = channel::<(usize, Task)>();
@@ -156,7 +158,7 @@ impl CpuBackend {
             return Err(out_of_memory);
         }
         own.memory_bytes = after;
-        self.reserved.insert(address, bytes);
+        self.reserved.insert(address, (bytes, stream as usize));
         Ok(Answer { values: [address, 0, 0, 0, 0, 0] })
     }
 }
@@ -206,9 +208,19 @@ impl Backend for CpuBackend {
                 own.recording = None;
                 Ok(Answer::default())
             }
+            Job::Clear => {
+                let own = self.reserved.extract_if(|_, (_, owner)| *owner == stream);
+                let own: Vec<(u64, u64)> = own.map(|(address, (bytes, _))| (address, bytes)).collect();
+                self.streams[stream].memory_bytes = 0;
+                self.graphs.retain(|_, (owner, _)| *owner != stream);
+                for (address, bytes) in own {
+                    self.step(stream, Step::Free { address: address as usize, bytes: len(bytes)? })?;
+                }
+                Ok(Answer::default())
+            }
             Job::Reserve { stream, bytes } => self.reserve(stream, bytes),
             Job::Release { stream: owner, address, bytes } => {
-                if self.reserved.remove(&address) != Some(bytes) {
+                if self.reserved.remove(&address) != Some((bytes, owner as usize)) {
                     return Err(unknown());
                 }
                 if let Some(own) = self.streams.get_mut(owner as usize) {
@@ -251,17 +263,26 @@ impl Backend for CpuBackend {
                 };
                 let graph = self.next_graph;
                 self.next_graph = graph.wrapping_add(1);
-                self.graphs.insert(graph, steps);
+                self.graphs.insert(graph, (stream, steps));
                 Ok(Answer { values: [u64::from(graph), 0, 0, 0, 0, 0] })
             }
             Job::Replay { graph } => {
-                let steps = self.graphs.get(&graph).ok_or_else(unknown)?.clone();
+                let (_, steps) = self.graphs.get(&graph).filter(|(owner, _)| *owner == stream).ok_or_else(unknown)?;
+                let steps = steps.clone();
                 steps.into_iter().try_for_each(|step| self.step(stream, step).map(drop))?;
                 Ok(Answer::default())
             }
             Job::ForgetGraph { graph } => self.graphs.remove(&graph).map(|_| Answer::default()).ok_or_else(unknown),
             Job::Load { .. } | Job::Unload { .. } | Job::Kernel { .. } | Job::Launch { .. } => Err(no_kernels()),
         }
+    }
+
+    fn in_lane(&mut self, sent: Sent, _payload: &[u8], cell: u32) {
+        let answer = match sent.job {
+            Job::Clear => Ok(Answer::default()),
+            _ => Err(no_kernels()),
+        };
+        super::finish(&self.slab, &sent, cell, &answer);
     }
 
     fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError> {
@@ -289,10 +310,10 @@ impl Backend for CpuBackend {
 impl Drop for CpuBackend {
     fn drop(&mut self) {
         // What the pool still works on must be done before its memory goes.
-        while (0..STREAMS).any(|stream| !self.is_quiet(stream)) {
+        while (0..SEATS).any(|stream| !self.is_quiet(stream)) {
             std::thread::yield_now();
         }
-        for (address, bytes) in self.reserved.drain() {
+        for (address, (bytes, _)) in self.reserved.drain() {
             Step::Free { address: address as usize, bytes: bytes as usize }.run();
         }
     }

@@ -1,11 +1,12 @@
 //! A CUDA device, through the driver API. The driver's library is opened at run time; without it, or with too old a one,
 //! opening says so.
 //!
-//! The worker's thread owns the context. One other kind of thread touches CUDA: per stream, one that sleeps in the driver
-//! until an event and then rings the server's bell, started when it is first needed.
+//! The worker's thread owns the context. Two other kinds of threads touch CUDA, both per tenant and started when first
+//! needed: one that sleeps in the driver until an event and then rings the server's bell, and one that loads modules
+//! (`modules.rs`).
 
-use std::collections::HashMap;
-use std::ffi::{CStr, CString, c_int, c_uint, c_void};
+use std::collections::{HashMap, HashSet};
+use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;
 use std::ptr::{null, null_mut};
 use std::sync::Arc;
@@ -15,12 +16,13 @@ use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUresult;
 
 use super::Backend;
+use super::modules::{Lane, Modules};
 use crate::choice::Unavailable;
 use crate::error::DeviceError;
 use crate::info::{DeviceInfo, DeviceKind};
-use crate::job::{Answer, Cell, Job};
+use crate::job::{Answer, Job, Sent};
 use crate::link::CONTROL;
-use crate::slab::{PAYLOAD_BYTES_MAX, STREAMS, Slab};
+use crate::slab::{PAYLOAD_BYTES_MAX, SEATS, Slab};
 
 /// The oldest CUDA a driver may be for: what we ask kernels about their parameters came with 12.4.
 const DRIVER_VERSION_MIN: i32 = 12_040;
@@ -29,19 +31,17 @@ const DRIVER_VERSION_MIN: i32 = 12_040;
 const HIGH: c_int = -1;
 const LOW: c_int = 0;
 
-/// Room for the complaints of the driver's PTX compiler.
-const COMPILER_LOG_BYTES: usize = 4096;
-
 pub(crate) struct CudaBackend {
     slab: Arc<Slab>,
     device: cu::CUdevice,
     context: Context,
     slab_address: u64,
     streams: Vec<Option<Stream>>,
-    libraries: HashMap<u32, cu::CUlibrary>,
-    kernels: Vec<(cu::CUkernel, cu::CUfunction)>,
-    graphs: HashMap<u32, cu::CUgraphExec>,
-    next_number: u32,
+    modules: Arc<Modules>,
+    lanes: HashMap<usize, Lane>,
+    /// By their numbers, with the streams they belong to.
+    graphs: HashMap<u32, (usize, cu::CUgraphExec)>,
+    next_graph: u32,
 }
 
 struct Stream {
@@ -54,11 +54,13 @@ struct Stream {
     green: Option<cu::CUgreenCtx>,
     is_recording: bool,
     waiter: Option<Sender<Event>>,
+    /// Memory taken from the pool.
+    reserved: HashSet<u64>,
 }
 
 /// A context that a waiting thread may make its own too.
 #[derive(Clone, Copy)]
-struct Context(cu::CUcontext);
+pub(super) struct Context(pub cu::CUcontext);
 
 // SAFETY: a context may be current to several threads at once; the driver serialises what needs it.
 unsafe impl Send for Context {}
@@ -104,7 +106,7 @@ fn is_sticky(result: CUresult) -> bool {
     )
 }
 
-fn check(result: CUresult) -> Result<(), DeviceError> {
+pub(super) fn check(result: CUresult) -> Result<(), DeviceError> {
     match result {
         CUresult::CUDA_SUCCESS => Ok(()),
         sticky if is_sticky(sticky) => Err(DeviceError::DeviceLost { why: explain(sticky) }),
@@ -173,11 +175,11 @@ impl CudaBackend {
             device,
             context: Context(context),
             slab_address,
-            streams: (0..STREAMS).map(|_| None).collect(),
-            libraries: HashMap::new(),
-            kernels: Vec::new(),
+            streams: (0..SEATS).map(|_| None).collect(),
+            modules: Arc::new(Modules::new(device)),
+            lanes: HashMap::new(),
             graphs: HashMap::new(),
-            next_number: 0,
+            next_graph: 0,
         };
         let stream = backend.new_stream(None).map_err(failed)?;
         backend.streams[CONTROL] = Some(stream);
@@ -201,7 +203,16 @@ impl CudaBackend {
                 Some(green) => cu::cuGreenCtxStreamCreate(&mut stream, green, NON_BLOCKING, HIGH),
             }
         })?;
-        Ok(Stream { stream, other: None, is_low: false, pool: None, green, is_recording: false, waiter: None })
+        Ok(Stream {
+            stream,
+            other: None,
+            is_low: false,
+            pool: None,
+            green,
+            is_recording: false,
+            waiter: None,
+            reserved: HashSet::new(),
+        })
     }
 
     /// A context with a part of the multiprocessors.
@@ -243,6 +254,11 @@ impl CudaBackend {
         let mut pool = null_mut();
         // SAFETY: writes a handle to a variable of ours.
         check(unsafe { cu::cuMemPoolCreate(&mut pool, &props) })?;
+        let (mut no, attribute) = (0_u32, cu::CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES);
+        // Memory that a tenant's stream is still to free must not be handed out again with a dependency on that stream: we wait
+        // for what is handed out.
+        // SAFETY: an integer of ours, of the size the attribute has.
+        check(unsafe { cu::cuMemPoolSetAttribute(pool, attribute, (&raw mut no).cast()) })?;
         Ok(pool)
     }
 
@@ -250,15 +266,21 @@ impl CudaBackend {
         self.streams[stream].as_ref().ok_or_else(unknown)
     }
 
-    fn number(&mut self) -> u32 {
-        self.next_number = self.next_number.wrapping_add(1);
-        self.next_number
-    }
-
     fn open_stream(&mut self, n: u32, memory_bytes_max: u64, multiprocessors: u32) -> Result<Answer, DeviceError> {
         let green = (multiprocessors > 0).then(|| self.new_green(multiprocessors)).transpose()?;
-        let mut stream = self.new_stream(green)?;
-        stream.pool = Some(self.new_pool(memory_bytes_max)?);
+        let mut stream = self.new_stream(green).inspect_err(|_| {
+            if let Some(green) = green {
+                // SAFETY: just made, and not used by anything.
+                unsafe { cu::cuGreenCtxDestroy(green) };
+            }
+        })?;
+        match self.new_pool(memory_bytes_max) {
+            Ok(pool) => stream.pool = Some(pool),
+            Err(error) => {
+                stream.destroy();
+                return Err(error);
+            }
+        }
         let slot = self.streams.get_mut(n as usize).ok_or_else(unknown)?;
         if let Some(old) = slot.replace(stream) {
             old.destroy();
@@ -278,100 +300,15 @@ impl CudaBackend {
                 .and_then(|()| check(cu::cuStreamSynchronize(control)))
         };
         match result {
-            Ok(()) => Ok(Answer { values: [address, 0, 0, 0, 0, 0] }),
+            Ok(()) => {
+                if let Some(own) = &mut self.streams[stream as usize] {
+                    own.reserved.insert(address);
+                }
+                Ok(Answer { values: [address, 0, 0, 0, 0, 0] })
+            }
             Err(DeviceError::OutOfMemory { .. }) => Err(DeviceError::OutOfMemory { asked_bytes: bytes }),
             Err(error) => Err(error),
         }
-    }
-
-    fn load(&mut self, offset: u64, bytes: u64) -> Result<Answer, DeviceError> {
-        let end = offset.checked_add(bytes).filter(|end| *end < self.slab.len() as u64).ok_or_else(unknown)?;
-        // A copy of our own, with the NUL that ends PTX: what the driver parses must not change under it.
-        let mut image = vec![0; (end - offset) as usize + 1];
-        self.slab.copy_out(offset, &mut image[..(end - offset) as usize]);
-        let is_elf = image.starts_with(b"\x7fELF");
-        let compiled = if is_elf { image } else { compile(&mut image)? };
-        let (mut library, mut module) = (null_mut(), null_mut());
-        // SAFETY: a compiled image with its length in itself, and no options. Asking for the module loads it now: the driver
-        // would otherwise wait for the first kernel, and complain then.
-        let result = unsafe {
-            match cu::cuLibraryLoadData(
-                &mut library,
-                compiled.as_ptr().cast(),
-                null_mut(),
-                null_mut(),
-                0,
-                null_mut(),
-                null_mut(),
-                0,
-            ) {
-                CUresult::CUDA_SUCCESS => cu::cuLibraryGetModule(&mut module, library),
-                error => error,
-            }
-        };
-        check(result).map_err(|error| bad_module(error, ""))?;
-        let number = self.number();
-        self.libraries.insert(number, library);
-        Ok(Answer { values: [u64::from(number), 0, 0, 0, 0, 0] })
-    }
-
-    fn kernel(&mut self, module: u32, name: &[u8], cell: u32) -> Result<Answer, DeviceError> {
-        use cu::CUfunction_attribute as Attribute;
-        let library = *self.libraries.get(&module).ok_or_else(unknown)?;
-        let missing = || DeviceError::NoSuchKernel { name: String::from_utf8_lossy(name).into_owned() };
-        let text = CString::new(name).map_err(|_| missing())?;
-        let mut kernel = null_mut();
-        // SAFETY: a library of ours and a string that ends with a NUL.
-        match unsafe { cu::cuLibraryGetKernel(&mut kernel, library, text.as_ptr()) } {
-            CUresult::CUDA_ERROR_NOT_FOUND => return Err(missing()),
-            result => check(result)?,
-        }
-        let attribute = |attribute: Attribute| {
-            let mut value = 0;
-            // SAFETY: writes one integer to a variable of ours.
-            check(unsafe { cu::cuKernelGetAttribute(&mut value, attribute, kernel, self.device) })?;
-            Ok::<u64, DeviceError>(u64::try_from(value).unwrap_or(0))
-        };
-        let threads = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
-        let shared = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
-        let registers = attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?;
-        let shared_max = self.attribute(cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
-        let dynamic = u64::from(shared_max).saturating_sub(shared);
-        // SAFETY: an attribute of a kernel of ours. More than the default 48 KiB has to be asked for.
-        check(unsafe {
-            cu::cuKernelSetAttribute(
-                Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                c_int::try_from(dynamic).unwrap_or(c_int::MAX),
-                kernel,
-                self.device,
-            )
-        })?;
-        let mut layout = Vec::new();
-        loop {
-            let (mut offset, mut size) = (0, 0);
-            // SAFETY: writes two integers to variables of ours; an index beyond the last parameter is an error, not a fault.
-            match unsafe { cu::cuKernelGetParamInfo(kernel, layout.len() / 8, &mut offset, &mut size) } {
-                CUresult::CUDA_ERROR_INVALID_VALUE => break,
-                result => check(result)?,
-            }
-            layout.extend_from_slice(&u32::try_from(offset).unwrap_or(u32::MAX).to_le_bytes());
-            layout.extend_from_slice(&u32::try_from(size).unwrap_or(u32::MAX).to_le_bytes());
-            if layout.len() >= PAYLOAD_BYTES_MAX {
-                return Err(DeviceError::Unsupported { what: "a kernel with that many parameters".to_owned() });
-            }
-        }
-        Cell(self.slab.cell(cell)).put_payload(&layout);
-        let mut function = null_mut();
-        // SAFETY: the kernel's function in the worker's own context, which is quicker to launch than the kernel.
-        check(unsafe { cu::cuKernelGetFunction(&mut function, kernel) })?;
-        let mut resident = 0;
-        let block = c_int::try_from(threads).unwrap_or(c_int::MAX);
-        // SAFETY: writes one integer to a variable of ours, about a function of ours.
-        check(unsafe { cu::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut resident, function, block, 0) })?;
-        let resident = u64::try_from(resident).unwrap_or(0);
-        let number = self.kernels.len() as u64;
-        self.kernels.push((kernel, function));
-        Ok(Answer { values: [number, layout.len() as u64 / 8, threads, shared, registers, resident] })
     }
 
     fn launch(
@@ -383,7 +320,7 @@ impl CudaBackend {
         shared_bytes: u32,
         params: &[u8],
     ) -> Result<Answer, DeviceError> {
-        let (kernel, function) = *self.kernels.get(kernel as usize).ok_or_else(unknown)?;
+        let (kernel, function) = self.modules.kernel(kernel).ok_or_else(unknown)?;
         let own = self.stream(stream)?;
         // A function belongs to one context, a kernel to all: a green one, too.
         let function = if own.green.is_some() { kernel.cast() } else { function };
@@ -435,9 +372,25 @@ impl CudaBackend {
             made
         };
         made?;
-        let number = self.number();
-        self.graphs.insert(number, exec);
+        let number = self.next_graph;
+        self.next_graph = number.wrapping_add(1);
+        self.graphs.insert(number, (stream, exec));
         Ok(Answer { values: [u64::from(number), 0, 0, 0, 0, 0] })
+    }
+
+    /// Gives back everything of a stream, in its order.
+    fn clear(&mut self, stream: usize) -> Result<Answer, DeviceError> {
+        let own = self.streams[stream].as_mut().ok_or_else(unknown)?;
+        // SAFETY: addresses from `reserve` and graphs of this stream, all of them forgotten here.
+        unsafe {
+            for address in own.reserved.drain() {
+                check(cu::cuMemFreeAsync(address, own.stream))?;
+            }
+            for (_, (_, exec)) in self.graphs.extract_if(|_, (owner, _)| *owner == stream) {
+                check(cu::cuGraphExecDestroy(exec))?;
+            }
+        }
+        Ok(Answer::default())
     }
 
     fn host(&self, offset: u64, bytes: u64) -> Result<*mut c_void, DeviceError> {
@@ -448,59 +401,11 @@ impl CudaBackend {
     }
 }
 
-/// Compiles PTX, which ends with a NUL, for the current device. The compiler's first complaints are in the error.
-fn compile(ptx: &mut [u8]) -> Result<Vec<u8>, DeviceError> {
-    let mut log = vec![0_u8; COMPILER_LOG_BYTES];
-    let mut options = [cu::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, cu::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
-    let mut values = [log.as_mut_ptr().cast::<c_void>(), log.len() as *mut c_void];
-    let (mut linker, mut image, mut size) = (null_mut(), null_mut(), 0);
-    // SAFETY: options and values are as many as said; the log, its size, the options and the PTX outlive the linker, which is
-    // destroyed before this returns; what it made is copied before.
-    let (result, compiled) = unsafe {
-        let mut result = cu::cuLinkCreate_v2(2, options.as_mut_ptr(), values.as_mut_ptr(), &mut linker);
-        if result != CUresult::CUDA_SUCCESS {
-            return Err(bad_module(check(result).err().unwrap_or_else(unknown), ""));
-        }
-        result = cu::cuLinkAddData_v2(
-            linker,
-            cu::CUjitInputType::CU_JIT_INPUT_PTX,
-            ptx.as_mut_ptr().cast(),
-            ptx.len(),
-            c"kernel".as_ptr(),
-            0,
-            null_mut(),
-            null_mut(),
-        );
-        if result == CUresult::CUDA_SUCCESS {
-            result = cu::cuLinkComplete(linker, &mut image, &mut size);
-        }
-        let compiled = match result {
-            CUresult::CUDA_SUCCESS => std::slice::from_raw_parts(image.cast::<u8>(), size).to_vec(),
-            _ => Vec::new(),
-        };
-        let _ = cu::cuLinkDestroy(linker);
-        (result, compiled)
-    };
-    let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
-    check(result).map_err(|error| bad_module(error, String::from_utf8_lossy(&log[..end]).trim()))?;
-    Ok(compiled)
-}
-
-/// An error while loading is the module's, unless the device is lost.
-fn bad_module(error: DeviceError, log: &str) -> DeviceError {
-    match error {
-        DeviceError::DeviceLost { why } => DeviceError::DeviceLost { why },
-        DeviceError::Refused { why } if log.is_empty() => DeviceError::BadModule { why },
-        DeviceError::Refused { why } => DeviceError::BadModule { why: format!("{why}: {log}") },
-        other => DeviceError::BadModule { why: other.to_string() },
-    }
-}
-
-fn unknown() -> DeviceError {
+pub(super) fn unknown() -> DeviceError {
     DeviceError::Refused { why: "the worker does not know what the job is about".to_owned() }
 }
 
-fn done(result: CUresult) -> Result<Answer, DeviceError> {
+pub(super) fn done(result: CUresult) -> Result<Answer, DeviceError> {
     check(result).map(|()| Answer::default())
 }
 
@@ -563,16 +468,23 @@ impl Backend for CudaBackend {
                 self.open_stream(stream, memory_bytes_max, sm_count)
             }
             Job::CloseStream { stream } => {
-                let own = self.streams.get_mut(stream as usize).ok_or_else(unknown)?;
-                // Its flag is still to be written: the stream itself goes when its number is used again.
-                if let Some(own) = own {
-                    own.waiter = None;
+                let own = self.streams.get_mut(stream as usize).filter(|_| stream as usize != CONTROL);
+                if let Some(own) = own.ok_or_else(unknown)?.take() {
+                    own.destroy();
                 }
+                self.lanes.remove(&(SEATS + stream as usize));
                 Ok(Answer::default())
             }
+            Job::Clear => self.clear(stream),
             Job::Reserve { stream, bytes } => self.reserve(stream, bytes),
-            // SAFETY: see above; the address came from `reserve`, and the server forgets it with this job.
-            Job::Release { address, .. } => done(unsafe { cu::cuMemFreeAsync(address, on) }),
+            Job::Release { stream: owner, address, .. } => {
+                let own = self.streams.get_mut(owner as usize).and_then(Option::as_mut).ok_or_else(unknown)?;
+                if !own.reserved.remove(&address) {
+                    return Err(unknown());
+                }
+                // SAFETY: see above; the address came from `reserve`, and is forgotten here.
+                done(unsafe { cu::cuMemFreeAsync(address, on) })
+            }
             Job::Fill { address, bytes, value } => {
                 // SAFETY: see above.
                 done(unsafe { cu::cuMemsetD8Async(address, value, len(bytes), on) })
@@ -602,29 +514,30 @@ impl Backend for CudaBackend {
                 // SAFETY: see above.
                 done(unsafe { cu::cuMemcpyDtoDAsync_v2(to_address, from_address, len(bytes), on) })
             }
-            Job::Load { offset, bytes } => self.load(offset, bytes),
-            Job::Unload { module } => {
-                let library = self.libraries.remove(&module).ok_or_else(unknown)?;
-                // SAFETY: a library of ours, forgotten here.
-                done(unsafe { cu::cuLibraryUnload(library) })
-            }
-            Job::Kernel { module } => self.kernel(module, payload, cell),
+            // What belongs on a lane.
+            Job::Load { .. } | Job::Unload { .. } | Job::Kernel { .. } => Err(unknown()),
             Job::Launch { kernel, grid, block, shared_bytes } => {
                 self.launch(stream, kernel, grid, block, shared_bytes, payload)
             }
             Job::GraphBegin => self.begin_graph(stream),
             Job::GraphEnd => self.end_graph(stream),
             Job::Replay { graph } => {
-                let exec = *self.graphs.get(&graph).ok_or_else(unknown)?;
+                let (_, exec) = *self.graphs.get(&graph).filter(|(owner, _)| *owner == stream).ok_or_else(unknown)?;
                 // SAFETY: see above.
                 done(unsafe { cu::cuGraphLaunch(exec, on) })
             }
             Job::ForgetGraph { graph } => {
-                let exec = self.graphs.remove(&graph).ok_or_else(unknown)?;
+                let (_, exec) = self.graphs.remove(&graph).ok_or_else(unknown)?;
                 // SAFETY: a graph of ours, forgotten here; the driver keeps it while it runs.
                 done(unsafe { cu::cuGraphExecDestroy(exec) })
             }
         }
+    }
+
+    fn in_lane(&mut self, sent: Sent, payload: &[u8], cell: u32) {
+        let start = || Lane::start(sent.stream, self.modules.clone(), self.context, self.slab.clone());
+        let lane = self.lanes.entry(sent.stream).or_insert_with(start);
+        lane.hand(sent, payload, cell);
     }
 
     fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError> {
@@ -643,7 +556,8 @@ impl Backend for CudaBackend {
     }
 
     fn prioritize(&mut self, stream: usize, low: bool) -> Result<(), DeviceError> {
-        let Some(own) = self.streams[stream].as_mut().filter(|own| own.is_low != low && !own.is_recording) else {
+        let own = self.streams.get_mut(stream).and_then(Option::as_mut);
+        let Some(own) = own.filter(|own| own.is_low != low && !own.is_recording) else {
             return Ok(());
         };
         const NON_BLOCKING: c_uint = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
@@ -676,7 +590,9 @@ impl Backend for CudaBackend {
 
     fn notify(&mut self, stream: usize) -> Result<(), DeviceError> {
         let (context, slab) = (self.context, self.slab.clone());
-        let Some(own) = self.streams[stream].as_mut().filter(|own| !own.is_recording) else {
+        // A lane rings by itself.
+        let own = self.streams.get_mut(stream).and_then(Option::as_mut);
+        let Some(own) = own.filter(|own| !own.is_recording) else {
             slab.done_bell().ring();
             return Ok(());
         };
@@ -723,12 +639,11 @@ impl Drop for CudaBackend {
         // and the process is about to.
         unsafe {
             let _ = cu::cuCtxSynchronize();
-            for (_, exec) in self.graphs.drain() {
+            for (_, (_, exec)) in self.graphs.drain() {
                 let _ = cu::cuGraphExecDestroy(exec);
             }
-            for (_, library) in self.libraries.drain() {
-                let _ = cu::cuLibraryUnload(library);
-            }
+            // A lane that compiles still is not waited for; the context goes with the process or with the last who uses it.
+            self.lanes.clear();
             self.streams.iter_mut().filter_map(Option::take).for_each(Stream::destroy);
             let _ = cu::cuMemHostUnregister(self.slab.address(0).cast());
             let _ = cu::cuDevicePrimaryCtxRelease_v2(self.device);

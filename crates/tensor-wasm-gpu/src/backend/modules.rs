@@ -1,0 +1,290 @@
+//! Kernel modules of a CUDA device. Compiling one may take seconds, so that each tenant has a thread for it, its lane: nobody
+//! else's launches, and nobody else's modules, wait for it.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_int, c_void};
+use std::ptr::null_mut;
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+
+use cudarc::driver::sys as cu;
+use cudarc::driver::sys::CUresult;
+use parking_lot::Mutex;
+
+use super::cuda::{Context, check, unknown};
+use super::finish;
+use crate::error::DeviceError;
+use crate::job::{Answer, Cell, Job, Sent};
+use crate::slab::{PAYLOAD_BYTES_MAX, Slab};
+
+/// Room for the complaints of the driver's PTX compiler.
+const COMPILER_LOG_BYTES: usize = 4096;
+
+/// What is loaded, for the worker and for every lane.
+pub(super) struct Modules {
+    device: cu::CUdevice,
+    table: Mutex<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    /// By their numbers, with the lanes they belong to.
+    libraries: HashMap<u32, (usize, Library)>,
+    kernels: slab::Slab<Entry>,
+    next_module: u32,
+}
+
+struct Library(cu::CUlibrary);
+
+struct Entry {
+    module: u32,
+    kernel: cu::CUkernel,
+    function: cu::CUfunction,
+}
+
+// SAFETY: the driver's handles of libraries, kernels and functions may be used by any thread.
+unsafe impl Send for Library {}
+// SAFETY: as above.
+unsafe impl Send for Entry {}
+
+/// A thread that loads the modules of one tenant. It ends when this is dropped and what it was handed is done.
+pub(super) struct Lane {
+    number: usize,
+    slab: Arc<Slab>,
+    jobs: Option<Sender<Handed>>,
+}
+
+struct Handed {
+    sent: Sent,
+    payload: Vec<u8>,
+    cell: u32,
+}
+
+impl Lane {
+    pub(super) fn start(number: usize, modules: Arc<Modules>, context: Context, slab: Arc<Slab>) -> Lane {
+        let (sender, jobs) = channel::<Handed>();
+        let own = slab.clone();
+        let run = move || {
+            // Moved whole: the wrapper is what may cross threads.
+            let context = context;
+            // SAFETY: the context lives as long as this process's worker.
+            let current = check(unsafe { cu::cuCtxSetCurrent({ context }.0) });
+            for Handed { sent, payload, cell } in jobs {
+                let answer = current.clone().and_then(|()| modules.execute(number, &own, sent.job, &payload, cell));
+                if let Err(error @ DeviceError::DeviceLost { .. }) = &answer {
+                    return crate::worker::lost(&own, error);
+                }
+                finish(&own, &sent, cell, &answer);
+            }
+        };
+        let spawned = std::thread::Builder::new().name(format!("lane-{number}")).spawn(run);
+        Lane { number, slab, jobs: spawned.is_ok().then_some(sender) }
+    }
+
+    pub(super) fn hand(&self, sent: Sent, payload: &[u8], cell: u32) {
+        let number = self.number;
+        let handed = Handed { sent, payload: payload.to_vec(), cell };
+        let refused = match &self.jobs {
+            Some(jobs) => jobs.send(handed).err().map(|refused| refused.0),
+            None => Some(handed),
+        };
+        if let Some(Handed { sent, cell, .. }) = refused {
+            let why = format!("no thread can be started for lane {number}");
+            finish(&self.slab, &sent, cell, &Err(DeviceError::Refused { why }));
+        }
+    }
+}
+
+impl Modules {
+    pub(super) fn new(device: cu::CUdevice) -> Modules {
+        Modules { device, table: Mutex::default() }
+    }
+
+    /// A kernel, and its function in the worker's own context.
+    pub(super) fn kernel(&self, number: u32) -> Option<(cu::CUkernel, cu::CUfunction)> {
+        self.table.lock().kernels.get(number as usize).map(|entry| (entry.kernel, entry.function))
+    }
+
+    fn execute(&self, lane: usize, slab: &Slab, job: Job, payload: &[u8], cell: u32) -> Result<Answer, DeviceError> {
+        match job {
+            Job::Load { offset, bytes } => self.load(lane, slab, offset, bytes),
+            Job::Kernel { module } => self.find(lane, slab, module, payload, cell),
+            Job::Unload { module } => match self.unload(|number, owner| number == module && owner == lane)? {
+                0 => Err(unknown()),
+                _ => Ok(Answer::default()),
+            },
+            Job::Clear => self.unload(|_, owner| owner == lane).map(|_| Answer::default()),
+            _ => Err(unknown()),
+        }
+    }
+
+    /// Unloads some modules; the server sees to it that nothing on the device uses them. Returns how many.
+    fn unload(&self, which: impl Fn(u32, usize) -> bool) -> Result<usize, DeviceError> {
+        let mut gone = Vec::new();
+        {
+            let Table { libraries, kernels, .. } = &mut *self.table.lock();
+            libraries.retain(|number, (owner, library)| {
+                let goes = which(*number, *owner);
+                if goes {
+                    kernels.retain(|_, entry| entry.module != *number);
+                    gone.push(library.0);
+                }
+                !goes
+            });
+        }
+        for library in &gone {
+            // SAFETY: a library of ours, forgotten above.
+            check(unsafe { cu::cuLibraryUnload(*library) })?;
+        }
+        Ok(gone.len())
+    }
+
+    fn shared_bytes_max(&self) -> u64 {
+        let attribute = cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let mut value = 0;
+        // SAFETY: writes one integer to a variable of ours.
+        let result = unsafe { cu::cuDeviceGetAttribute(&mut value, attribute, self.device) };
+        if result == CUresult::CUDA_SUCCESS { u64::try_from(value).unwrap_or(0) } else { 0 }
+    }
+
+    fn load(&self, lane: usize, slab: &Slab, offset: u64, bytes: u64) -> Result<Answer, DeviceError> {
+        let end = offset.checked_add(bytes).filter(|end| *end < slab.len() as u64).ok_or_else(unknown)?;
+        // A copy of our own, with the NUL that ends PTX: what the driver parses must not change under it.
+        let mut image = vec![0; (end - offset) as usize + 1];
+        slab.copy_out(offset, &mut image[..(end - offset) as usize]);
+        let is_elf = image.starts_with(b"\x7fELF");
+        let compiled = if is_elf { image } else { compile(&mut image)? };
+        let (mut library, mut module) = (null_mut(), null_mut());
+        // SAFETY: a compiled image with its length in itself, and no options. Asking for the module loads it now: the driver
+        // would otherwise wait for the first kernel, and complain then.
+        let result = unsafe {
+            match cu::cuLibraryLoadData(
+                &mut library,
+                compiled.as_ptr().cast(),
+                null_mut(),
+                null_mut(),
+                0,
+                null_mut(),
+                null_mut(),
+                0,
+            ) {
+                CUresult::CUDA_SUCCESS => cu::cuLibraryGetModule(&mut module, library),
+                error => error,
+            }
+        };
+        check(result).map_err(|error| bad_module(error, ""))?;
+        let mut table = self.table.lock();
+        let number = table.next_module;
+        table.next_module = number.wrapping_add(1);
+        table.libraries.insert(number, (lane, Library(library)));
+        Ok(Answer { values: [u64::from(number), 0, 0, 0, 0, 0] })
+    }
+
+    fn find(&self, lane: usize, slab: &Slab, module: u32, name: &[u8], cell: u32) -> Result<Answer, DeviceError> {
+        use cu::CUfunction_attribute as Attribute;
+        let library = match self.table.lock().libraries.get(&module) {
+            Some((owner, library)) if *owner == lane => library.0,
+            _ => return Err(unknown()),
+        };
+        let missing = || DeviceError::NoSuchKernel { name: String::from_utf8_lossy(name).into_owned() };
+        let text = CString::new(name).map_err(|_| missing())?;
+        let mut kernel = null_mut();
+        // SAFETY: a library of ours and a string that ends with a NUL.
+        match unsafe { cu::cuLibraryGetKernel(&mut kernel, library, text.as_ptr()) } {
+            CUresult::CUDA_ERROR_NOT_FOUND => return Err(missing()),
+            result => check(result)?,
+        }
+        let attribute = |attribute: Attribute| {
+            let mut value = 0;
+            // SAFETY: writes one integer to a variable of ours.
+            check(unsafe { cu::cuKernelGetAttribute(&mut value, attribute, kernel, self.device) })?;
+            Ok::<u64, DeviceError>(u64::try_from(value).unwrap_or(0))
+        };
+        let threads = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
+        let shared = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
+        let registers = attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?;
+        let dynamic = self.shared_bytes_max().saturating_sub(shared);
+        // SAFETY: an attribute of a kernel of ours. More than the default 48 KiB has to be asked for.
+        check(unsafe {
+            cu::cuKernelSetAttribute(
+                Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                c_int::try_from(dynamic).unwrap_or(c_int::MAX),
+                kernel,
+                self.device,
+            )
+        })?;
+        let mut layout = Vec::new();
+        loop {
+            let (mut offset, mut size) = (0, 0);
+            // SAFETY: writes two integers to variables of ours; an index beyond the last parameter is an error, not a fault.
+            match unsafe { cu::cuKernelGetParamInfo(kernel, layout.len() / 8, &mut offset, &mut size) } {
+                CUresult::CUDA_ERROR_INVALID_VALUE => break,
+                result => check(result)?,
+            }
+            layout.extend_from_slice(&u32::try_from(offset).unwrap_or(u32::MAX).to_le_bytes());
+            layout.extend_from_slice(&u32::try_from(size).unwrap_or(u32::MAX).to_le_bytes());
+            if layout.len() >= PAYLOAD_BYTES_MAX {
+                return Err(DeviceError::Unsupported { what: "a kernel with that many parameters".to_owned() });
+            }
+        }
+        Cell(slab.cell(cell)).put_payload(&layout);
+        let mut function = null_mut();
+        // SAFETY: the kernel's function in the worker's own context, which is quicker to launch than the kernel.
+        check(unsafe { cu::cuKernelGetFunction(&mut function, kernel) })?;
+        let mut resident = 0;
+        let block = c_int::try_from(threads).unwrap_or(c_int::MAX);
+        // SAFETY: writes one integer to a variable of ours, about a function of ours.
+        check(unsafe { cu::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut resident, function, block, 0) })?;
+        let resident = u64::try_from(resident).unwrap_or(0);
+        let number = self.table.lock().kernels.insert(Entry { module, kernel, function }) as u64;
+        Ok(Answer { values: [number, layout.len() as u64 / 8, threads, shared, registers, resident] })
+    }
+}
+
+/// Compiles PTX, which ends with a NUL, for the current device. The compiler's first complaints are in the error.
+fn compile(ptx: &mut [u8]) -> Result<Vec<u8>, DeviceError> {
+    let mut log = vec![0_u8; COMPILER_LOG_BYTES];
+    let mut options = [cu::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, cu::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
+    let mut values = [log.as_mut_ptr().cast::<c_void>(), log.len() as *mut c_void];
+    let (mut linker, mut image, mut size) = (null_mut(), null_mut(), 0);
+    // SAFETY: options and values are as many as said; the log, its size, the options and the PTX outlive the linker, which is
+    // destroyed before this returns; what it made is copied before.
+    let (result, compiled) = unsafe {
+        let mut result = cu::cuLinkCreate_v2(2, options.as_mut_ptr(), values.as_mut_ptr(), &mut linker);
+        if result != CUresult::CUDA_SUCCESS {
+            return Err(bad_module(check(result).err().unwrap_or_else(unknown), ""));
+        }
+        result = cu::cuLinkAddData_v2(
+            linker,
+            cu::CUjitInputType::CU_JIT_INPUT_PTX,
+            ptx.as_mut_ptr().cast(),
+            ptx.len(),
+            c"kernel".as_ptr(),
+            0,
+            null_mut(),
+            null_mut(),
+        );
+        if result == CUresult::CUDA_SUCCESS {
+            result = cu::cuLinkComplete(linker, &mut image, &mut size);
+        }
+        let compiled = match result {
+            CUresult::CUDA_SUCCESS => std::slice::from_raw_parts(image.cast::<u8>(), size).to_vec(),
+            _ => Vec::new(),
+        };
+        let _ = cu::cuLinkDestroy(linker);
+        (result, compiled)
+    };
+    let end = log.iter().position(|byte| *byte == 0).unwrap_or(log.len());
+    check(result).map_err(|error| bad_module(error, String::from_utf8_lossy(&log[..end]).trim()))?;
+    Ok(compiled)
+}
+
+/// An error while loading is the module's, unless the device is lost.
+fn bad_module(error: DeviceError, log: &str) -> DeviceError {
+    match error {
+        DeviceError::DeviceLost { why } => DeviceError::DeviceLost { why },
+        DeviceError::Refused { why } if log.is_empty() => DeviceError::BadModule { why },
+        DeviceError::Refused { why } => DeviceError::BadModule { why: format!("{why}: {log}") },
+        other => DeviceError::BadModule { why: other.to_string() },
+    }
+}
