@@ -199,7 +199,7 @@ fn cuda(device: &Device) {
     );
 
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
-    for _ in 0..31 {
+    for _ in 0..61 {
         let started = Instant::now();
         let mut last = None;
         for _ in 0..1000 {

@@ -110,6 +110,8 @@ struct Tenants {
     by_name: HashMap<Arc<str>, Weak<Seat>>,
     /// Stream numbers that are free; 0 is the control stream.
     unused: Vec<u32>,
+    /// Counts those there have been.
+    seats: u64,
     /// Tenants that are gone and whose streams are not free yet.
     closing: Vec<Closing>,
 }
@@ -167,6 +169,12 @@ impl Tenants {
         });
     }
 }
+
+/// Loads that a tenant may have waiting; the images wait in the worker's memory.
+const LOADS_WAITING_MAX: usize = 8;
+
+/// How long an allocation waits for tenants that are gone to give back what they had.
+const CLOSING_MAX: Duration = Duration::from_millis(500);
 
 /// Everything that lives and dies with one worker.
 pub(crate) struct Bound {
@@ -236,6 +244,8 @@ pub struct Tenant(pub(crate) Arc<Seat>);
 
 pub(crate) struct Seat {
     device: Device,
+    /// Never used again, unlike the stream's number.
+    pub id: u64,
     name: Arc<str>,
     pub stream: u32,
     limits: TenantLimits,
@@ -245,7 +255,7 @@ pub(crate) struct Seat {
 /// A tenant's memory with the worker of the moment.
 pub(crate) struct Place {
     /// Of which worker; none yet at first.
-    worker: Option<u32>,
+    pub worker: Option<u32>,
     pub arena: Arena,
     pub modules: HashMap<blake3::Hash, Weak<Loaded>>,
 }
@@ -265,7 +275,7 @@ impl Device {
         let metrics = Arc::new(Metrics::default());
         let Opened { link, fallback, keeper } = keeper::open(options, &metrics)?;
         let unused = (1..SEATS as u32).rev().collect();
-        let tenants = Tenants { by_name: HashMap::new(), unused, closing: Vec::new() };
+        let tenants = Tenants { by_name: HashMap::new(), unused, seats: 0, closing: Vec::new() };
         let inner = Arc::new(Inner {
             current: RwLock::new(Arc::new(Bound::new(link))),
             metrics,
@@ -337,7 +347,9 @@ impl Device {
         let origin = Origin { tenant: stream, worker: 0 };
         let arena = Arena::new(&name, origin, limits.memory_bytes_max);
         let place = Mutex::new(Place { worker: None, arena, modules: HashMap::new() });
-        let seat = Arc::new(Seat { device: self.clone(), name: name.clone(), stream, limits, place });
+        tenants.seats += 1;
+        let id = tenants.seats;
+        let seat = Arc::new(Seat { device: self.clone(), id, name: name.clone(), stream, limits, place });
         tenants.by_name.insert(name, Arc::downgrade(&seat));
         drop(tenants);
         Ok(Tenant(seat))
@@ -356,6 +368,10 @@ impl Device {
 
     /// Gives back everything no tenant uses.
     fn trim_all(&self, bound: &Bound) {
+        let began = std::time::Instant::now();
+        while !self.0.reap() && began.elapsed() < CLOSING_MAX {
+            std::thread::park_timeout(Duration::from_micros(100));
+        }
         for seat in self.seats() {
             seat.trim(bound);
         }
@@ -369,6 +385,13 @@ impl Device {
 }
 
 impl Inner {
+    /// Goes on with the ends of tenants that are gone. Whether all of them are over.
+    pub(crate) fn reap(&self) -> bool {
+        let mut tenants = self.tenants.lock();
+        tenants.reap();
+        tenants.closing.is_empty()
+    }
+
     pub(crate) fn replace(&self, link: Arc<Link>) {
         *self.current.write() = Arc::new(Bound::new(link));
     }
@@ -396,7 +419,11 @@ impl Seat {
         let TenantLimits { memory_bytes_max, weight, running_max, waiting_max, multiprocessors } = self.limits;
         let share = Share { weight, running_max, waiting_max };
         bound.link.open(self.stream as usize, &self.name, share);
-        bound.link.open(lane(self.stream), &self.name, Share { weight: 0, running_max: 1, waiting_max });
+        bound.link.open(
+            lane(self.stream),
+            &self.name,
+            Share { weight: 0, running_max: 1, waiting_max: LOADS_WAITING_MAX },
+        );
         let cap = memory_bytes_max.saturating_add(POOL_SLACK_BYTES);
         let job = Job::OpenStream { stream: self.stream, memory_bytes_max: cap, sm_count: multiprocessors };
         let opened = bound.link.send(CONTROL, vec![job.into()]).and_then(|ticket| ticket.wait(|_| ()));

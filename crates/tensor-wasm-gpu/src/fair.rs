@@ -168,7 +168,7 @@ impl<J> Fair<J> {
                 let has_room = own.has_room(crowded && !is_nobody) && (!is_full || is_nobody || own.running.is_empty());
                 let may_use = !crowded || is_nobody || own.deficit_ns > 0;
                 if !has_room || !may_use {
-                    is_owed |= may_use;
+                    is_owed |= may_use && !is_nobody;
                     self.turns.rotate_left(1);
                     continue;
                 }
@@ -191,7 +191,7 @@ impl<J> Fair<J> {
     /// Gives as many quanta as it takes until somebody who could send may.
     fn give_quanta(&mut self) {
         let quantum = |own: &Line<J>| QUANTUM_NS * i64::from(own.share.weight.max(1));
-        let could_send = |own: &&Line<J>| !own.waiting.is_empty() && own.has_room(true);
+        let could_send = |own: &&Line<J>| !own.waiting.is_empty() && own.share.weight > 0 && own.has_room(true);
         let lines = self.turns.iter().filter_map(|line| self.lines.get(*line));
         let rounds = lines.filter(could_send).map(|own| (-own.deficit_ns).max(0) / quantum(own) + 1).min();
         let Some(rounds) = rounds else { return };
@@ -288,6 +288,28 @@ mod tests {
         assert_eq!(sent, (0..100).collect::<Vec<_>>());
         fair.done(line, 10_000_000_000);
         assert_eq!(fair.next(u64::MAX), Some((line, 100)), "a debt to nobody");
+    }
+
+    #[test]
+    fn a_full_line_of_nobodys_holds_up_nobody() {
+        let mut fair: Fair<u32> = Fair::new();
+        let lane = fair.open(Share { weight: 0, running_max: 1, waiting_max: 10 });
+        (0..3).for_each(|n| fair.submit(lane, n, 0).unwrap());
+        assert_eq!(fair.next(0), Some((lane, 0)));
+        let others = [fair.open(SHARE), fair.open(SHARE)];
+        let mut done = [0; 2];
+        for now in 0..2_000_u64 {
+            let at = (now % 2) as usize;
+            fair.submit(others[at], 9, now).unwrap();
+            while let Some((line, _)) = fair.next(now) {
+                assert_ne!(line, lane, "one at a time");
+                fair.done(line, 50_000);
+                done[usize::from(line == others[1])] += 1;
+            }
+        }
+        assert!(done.iter().sum::<u32>() > 1_990, "{done:?}");
+        fair.done(lane, 1);
+        assert_eq!(fair.next(3_000), Some((lane, 1)));
     }
 
     #[test]

@@ -62,11 +62,19 @@ pub(crate) enum Job {
         to_address: u64,
         bytes: u64,
     },
-    /// Loads a module from the slab. Answers with its number. Modules and kernels are the business of a tenant's lane, not of
-    /// its stream: compiling takes long.
-    Load {
+    /// Takes a copy of a module in the slab, for a lane. Answers with the image's number. Quick, so that staging is soon free.
+    Upload {
+        lane: u32,
         offset: u64,
         bytes: u64,
+    },
+    /// Loads an image, which is forgotten with this. Answers with the module's number. Modules and kernels are the business of
+    /// a tenant's lane, not of its stream: compiling takes long.
+    Load {
+        image: u32,
+    },
+    ForgetImage {
+        image: u32,
     },
     Unload {
         module: u32,
@@ -114,7 +122,9 @@ impl Job {
             Job::Write { from_offset, to_address, bytes } => (6, &[from_offset, to_address, bytes]),
             Job::Read { from_address, to_offset, bytes } => (7, &[from_address, to_offset, bytes]),
             Job::Copy { from_address, to_address, bytes } => (8, &[from_address, to_address, bytes]),
-            Job::Load { offset, bytes } => (9, &[offset, bytes]),
+            Job::Load { image } => (9, &[u64::from(image)]),
+            Job::Upload { lane, offset, bytes } => (20, &[u64::from(lane), offset, bytes]),
+            Job::ForgetImage { image } => (21, &[u64::from(image)]),
             Job::Unload { module } => (10, &[u64::from(module)]),
             Job::Kernel { module } => (11, &[u64::from(module)]),
             Job::Launch { kernel, grid, block, shared_bytes } => {
@@ -147,7 +157,7 @@ impl Job {
             6 => Job::Write { from_offset: at(0), to_address: at(1), bytes: at(2) },
             7 => Job::Read { from_address: at(0), to_offset: at(1), bytes: at(2) },
             8 => Job::Copy { from_address: at(0), to_address: at(1), bytes: at(2) },
-            9 => Job::Load { offset: at(0), bytes: at(1) },
+            9 => Job::Load { image: half(0)? },
             10 => Job::Unload { module: half(0)? },
             11 => Job::Kernel { module: half(0)? },
             12 => Job::Launch {
@@ -163,6 +173,8 @@ impl Job {
             17 => Job::WriteInline { to_address: at(0) },
             18 => Job::ReadInline { from_address: at(0), bytes: at(1) },
             19 => Job::Clear,
+            20 => Job::Upload { lane: half(0)?, offset: at(1), bytes: at(2) },
+            21 => Job::ForgetImage { image: half(0)? },
             _ => return None,
         })
     }
@@ -298,7 +310,9 @@ mod tests {
             Job::Write { from_offset: 1, to_address: 2, bytes: 3 },
             Job::Read { from_address: 1, to_offset: 2, bytes: 3 },
             Job::Copy { from_address: 1, to_address: 2, bytes: 3 },
-            Job::Load { offset: 1, bytes: 2 },
+            Job::Upload { lane: 513, offset: 1, bytes: 2 },
+            Job::Load { image: 1 },
+            Job::ForgetImage { image: 1 },
             Job::Unload { module: 1 },
             Job::Kernel { module: 1 },
             Job::Launch { kernel: 9, grid: [1, 2, 3], block: [4, 5, u32::MAX], shared_bytes: 7 },

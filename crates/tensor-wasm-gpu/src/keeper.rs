@@ -291,6 +291,7 @@ impl Watch {
         loop {
             std::thread::park_timeout(LOOK_EVERY);
             let Some(device) = self.device.upgrade() else { return };
+            device.reap();
             let link = device.link();
             if let Some(why) = self.trouble(&link, &mut beat) {
                 link.lose(&why);

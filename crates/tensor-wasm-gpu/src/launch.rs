@@ -10,7 +10,7 @@ use crate::device::{Bound, Completion, Garbage, Tenant, lane};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
 use crate::job::{Answer, Cell, Job};
-use crate::link::{Order, Ticket};
+use crate::link::{CONTROL, Order, Ticket};
 use crate::params::Params;
 use crate::pinned::Pinned;
 use crate::slab::PAYLOAD_BYTES_MAX;
@@ -22,7 +22,8 @@ pub struct Module(Arc<Loaded>);
 
 pub(crate) struct Loaded {
     worker: u32,
-    stream: u32,
+    seat: u64,
+    lane: usize,
     number: u32,
     garbage: Arc<Garbage>,
     /// Kernels that were asked for before.
@@ -31,7 +32,7 @@ pub(crate) struct Loaded {
 
 impl Drop for Loaded {
     fn drop(&mut self) {
-        self.garbage.push(lane(self.stream), Job::Unload { module: self.number });
+        self.garbage.push(self.lane, Job::Unload { module: self.number });
     }
 }
 
@@ -81,6 +82,7 @@ pub struct Graph(Arc<Recorded>);
 
 pub(crate) struct Recorded {
     worker: u32,
+    seat: u64,
     stream: u32,
     number: u32,
     garbage: Arc<Garbage>,
@@ -136,20 +138,33 @@ impl Tenant {
         block.slab().copy_in(block.offset, image);
         // PTX ends with a NUL.
         block.slab().copy_in(block.offset + image.len() as u64, &[0]);
-        let job = Job::Load { offset: block.offset, bytes: image.len() as u64 };
+        let lane = lane(self.0.stream);
+        let job = Job::Upload { lane: lane as u32, offset: block.offset, bytes: image.len() as u64 };
         let order = Order { job, payload: &[], keeps: Some(Keep::Block(block)) };
-        // Who gives up before it is loaded leaves it to the end of the tenant.
-        let answer = bound.link.send(lane(self.0.stream), vec![order])?.await?;
+        let answer = bound.link.send(CONTROL, vec![order])?.await?;
+        let image = half(answer.values[0]);
+        // Who gives up while it is loaded leaves it to the end of the tenant.
+        let answer = match bound.link.send(lane, vec![Job::Load { image }.into()]) {
+            Ok(ticket) => ticket.await?,
+            Err(error) => {
+                bound.garbage.push(lane, Job::ForgetImage { image });
+                return Err(error);
+            }
+        };
         let loaded = Arc::new(Loaded {
             worker: bound.link.worker,
-            stream: self.0.stream,
-            number: u32::try_from(answer.values[0]).unwrap_or(u32::MAX),
+            seat: self.0.id,
+            lane,
+            number: half(answer.values[0]),
             garbage: bound.garbage.clone(),
             kernels: Mutex::default(),
         });
-        let modules = &mut self.0.place.lock().modules;
-        modules.retain(|_, loaded| loaded.strong_count() > 0);
-        modules.insert(hash, Arc::downgrade(&loaded));
+        let mut place = self.0.place.lock();
+        place.modules.retain(|_, loaded| loaded.strong_count() > 0);
+        // Not if another worker has come meanwhile.
+        if place.worker == Some(bound.link.worker) {
+            place.modules.insert(hash, Arc::downgrade(&loaded));
+        }
         Ok(Module(loaded))
     }
 
@@ -173,7 +188,6 @@ impl Tenant {
         let answer =
             std::future::poll_fn(|cx| ticket.poll_with(cx, |_| Cell(link.slab.cell(cell)).payload(&mut layout)));
         let Answer { values: [number, count, threads, shared, registers, resident] } = answer.await?;
-        let half = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         let word = |bytes: &[u8]| bytes.try_into().map_or(0, u32::from_le_bytes);
         let pairs = layout.chunks_exact(8).map(|pair| (word(&pair[..4]), word(&pair[4..])));
         let info = Arc::new(KernelInfo {
@@ -192,7 +206,7 @@ impl Tenant {
     fn check_module(&self, module: &Module, bound: &Bound) -> Result<(), DeviceError> {
         same_worker(module.0.worker, bound)?;
         // A module's variables are its tenant's.
-        match module.0.stream == self.0.stream {
+        match module.0.seat == self.0.id {
             true => Ok(()),
             false => Err(DeviceError::ForeignHandle),
         }
@@ -233,8 +247,9 @@ impl Tenant {
         bound.collect();
         let (ticket, used) = self.record(&bound, steps)?;
         let number = u32::try_from(ticket.await?.values[0]).unwrap_or(u32::MAX);
-        let (worker, stream, garbage) = (bound.link.worker, self.0.stream, bound.garbage.clone());
-        Ok(Graph(Arc::new(Recorded { worker, stream, number, garbage, used })))
+        let (worker, garbage) = (bound.link.worker, bound.garbage.clone());
+        let (seat, stream) = (self.0.id, self.0.stream);
+        Ok(Graph(Arc::new(Recorded { worker, seat, stream, number, garbage, used })))
     }
 
     /// Sends the steps to be recorded; also returns what they use.
@@ -288,7 +303,9 @@ impl Tenant {
         let payload = |at: &Option<usize>| at.map_or(&[][..], |at| &blocks[at]);
         let mut orders = zeros;
         orders.push(Job::GraphBegin.into());
-        orders.extend(jobs.iter().map(|(job, at)| Order { job: *job, payload: payload(at), keeps: None }));
+        // A kernel is there until it is recorded, also if whoever asked for that gives up; then the recording keeps it.
+        let keep = |at: &Option<usize>| at.map(|at| Keep::Kernel(modules[at].0.clone(), Vec::new()));
+        orders.extend(jobs.iter().map(|(job, at)| Order { job: *job, payload: payload(at), keeps: keep(at) }));
         orders.push(Job::GraphEnd.into());
         let ticket = bound.link.send(self.0.stream as usize, orders)?;
         buffers.iter().for_each(|handle| place.arena.touch(*handle));
@@ -299,7 +316,7 @@ impl Tenant {
     pub fn replay(&self, graph: &Graph) -> Result<Completion, DeviceError> {
         let bound = self.0.bound()?;
         same_worker(graph.0.worker, &bound)?;
-        if graph.0.stream != self.0.stream {
+        if graph.0.seat != self.0.id {
             return Err(DeviceError::ForeignHandle);
         }
         // Held until the job is in line: what is freed after that is freed after it on the stream.
@@ -309,6 +326,10 @@ impl Tenant {
         let order = Order { job, payload: &[], keeps: Some(Keep::Graph(graph.0.clone())) };
         bound.link.send(self.0.stream as usize, vec![order]).map(Completion)
     }
+}
+
+fn half(n: u64) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
 }
 
 fn same_worker(worker: u32, bound: &Bound) -> Result<(), DeviceError> {

@@ -36,6 +36,9 @@ const LOOK: Duration = Duration::from_micros(50);
 const WATCH_GPU: Duration = Duration::from_millis(6);
 const WATCH_CPU: Duration = Duration::from_micros(100);
 
+/// Cells that one batch leaves to others.
+const CELLS_RESERVED: usize = 64;
+
 /// Pauses of the completion thread between two looks, together about a microsecond.
 const LOOK_PAUSES: u32 = 16;
 
@@ -653,7 +656,12 @@ impl State {
     /// the last.
     fn has_cells(&self, stream: usize, count: usize) -> bool {
         let held = self.streams[stream].as_ref().map_or(0, |own| own.cells);
-        let left = self.unused.len().checked_sub(count);
-        left.is_some_and(|left| stream == CONTROL || held + count <= left)
+        let Some(left) = self.unused.len().checked_sub(count) else { return false };
+        match held {
+            _ if stream == CONTROL => true,
+            // A long batch of one who holds nothing need not leave as much.
+            0 => left >= CELLS_RESERVED,
+            _ => held + count <= left,
+        }
     }
 }

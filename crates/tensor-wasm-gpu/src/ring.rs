@@ -54,10 +54,10 @@ impl<'a> Ring<'a> {
         Some(value)
     }
 
-    /// The entry that `pop` would take next, of those it has seen already.
-    pub(crate) fn peek(&self, tail_seen: u32) -> Option<u32> {
+    /// An entry that `pop` will take, so many after the next, of those it has seen already.
+    pub(crate) fn peek(&self, tail_seen: u32, after: u32) -> Option<u32> {
         let head = self.head.load(Ordering::Relaxed);
-        (head != tail_seen).then(|| self.entry(head).load(Ordering::Relaxed))
+        (tail_seen.wrapping_sub(head) > after).then(|| self.entry(head.wrapping_add(after)).load(Ordering::Relaxed))
     }
 
     /// Where both ends stand at first.
@@ -87,10 +87,10 @@ mod tests {
             }
             assert!(!ring.push(99, &mut head_seen), "full");
             for n in 0..4 {
-                assert!(n == 0 || ring.peek(tail_seen) == Some(round * 4 + n));
+                assert!(n == 0 || ring.peek(tail_seen, 0) == Some(round * 4 + n));
                 assert_eq!(ring.pop(&mut tail_seen), Some(round * 4 + n));
             }
-            assert_eq!(ring.peek(tail_seen), None);
+            assert_eq!((ring.peek(tail_seen, 0), ring.peek(tail_seen, 1)), (None, None));
         }
     }
 }

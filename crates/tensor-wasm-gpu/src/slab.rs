@@ -281,6 +281,7 @@ impl Slab {
             unsafe {
                 _mm_prefetch::<_MM_HINT_T0>(words.as_ptr().cast());
                 _mm_prefetch::<_MM_HINT_T0>(words[8..].as_ptr().cast());
+                _mm_prefetch::<_MM_HINT_T0>(words[JOB_WORDS..].as_ptr().cast());
             }
         }
         #[cfg(not(target_arch = "x86_64"))]

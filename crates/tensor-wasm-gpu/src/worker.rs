@@ -17,6 +17,9 @@ pub(crate) const STOP: u32 = u32::MAX;
 /// Jobs of a stream share one write of its flag, up to this many: the write costs as much as a launch.
 const JOBS_PER_FLAG: usize = 128;
 
+/// How many jobs ahead their cells are fetched.
+const FETCH_AHEAD: u32 = 2;
+
 /// Runs jobs until told to stop or until the device is lost.
 pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
     let ring = slab.ring();
@@ -67,9 +70,9 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
         if entry as usize >= CELLS {
             continue;
         }
-        // The next job's line is on its way while this one is done.
-        if let Some(next) = ring.peek(tail_seen).filter(|next| (*next as usize) < CELLS) {
-            slab.prefetch(next);
+        // A later job's lines are on their way while this one is done.
+        if let Some(later) = ring.peek(tail_seen, FETCH_AHEAD).filter(|later| (*later as usize) < CELLS) {
+            slab.prefetch(later);
         }
         let cell = Cell(slab.cell(entry));
         // A cell without a job has no stream to flag either; the server finds out when it waits too long.

@@ -553,11 +553,11 @@ fn own_globals(setup: &Setup) {
     if !setup.is_cuda() {
         return;
     }
+    let grid = Grid { blocks: [1, 1, 1], threads: [1, 1, 1], shared_bytes: 0 };
     let count = |tenant: &Tenant, times: u32| {
         let module = block_on(tenant.load(COUNTER.as_bytes())).unwrap();
         let next = block_on(tenant.kernel(&module, "next")).unwrap();
         let out = tenant.buffer(4).unwrap();
-        let grid = Grid { blocks: [1, 1, 1], threads: [1, 1, 1], shared_bytes: 0 };
         for _ in 0..times {
             tenant.launch(&next, grid, &Params::new([Param::from(&out)])).unwrap().wait().unwrap();
         }
@@ -565,6 +565,15 @@ fn own_globals(setup: &Setup) {
         (module, u32::from_le_bytes(seen.try_into().unwrap()))
     };
     let (mine, theirs) = (setup.tenant("counts"), setup.tenant("counts-too"));
+    // A kernel is of no use to whoever has its tenant's number next.
+    let gone = setup.tenant("gone");
+    let kept = block_on(gone.kernel(&block_on(gone.load(PTX.as_bytes())).unwrap(), "nothing")).unwrap();
+    drop(gone);
+    std::thread::sleep(Duration::from_millis(50));
+    let heirs: Vec<Tenant> = (0..3).map(|n| setup.tenant(&format!("heir-{n}"))).collect();
+    for heir in &heirs {
+        assert_eq!(heir.launch(&kept, grid, &Params::default()).err(), Some(DeviceError::ForeignHandle));
+    }
     let held = count(&mine, 5);
     assert_eq!(held.1, 5);
     assert_eq!(count(&theirs, 1).1, 1, "not what another tenant counted");
@@ -583,7 +592,9 @@ fn slow_compiling(setup: &Setup) {
         slow += &format!("fma.rn.f32 %f{}, %f{n}, %f{}, %f{};\n", n + 1, n / 2, n / 3);
     }
     slow += "st.global.f32 [%d], %f1000; ret;\n}\n";
-    let (patient, hasty) = (setup.tenant("patient"), setup.tenant("hasty"));
+    // The driver keeps what it compiled before; this it has not seen.
+    slow += &format!("// {:?}\n", Instant::now());
+    let (patient, hasty) = (setup.tenant("patient"), [setup.tenant("hasty"), setup.tenant("hastier")]);
     let restarts = setup.device.restarts();
     let is_loaded = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -591,12 +602,19 @@ fn slow_compiling(setup: &Setup) {
             block_on(patient.load(slow.as_bytes())).unwrap();
             is_loaded.store(true, Ordering::Release);
         });
+        // Another waits behind it.
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(20));
+            block_on(patient.load(PTX.as_bytes())).unwrap();
+        });
         let mut slowest = Duration::ZERO;
         let mut rounds = 0;
         while !is_loaded.load(Ordering::Acquire) {
             let started = Instant::now();
-            let buffer = hasty.buffer(100).unwrap();
-            write(&hasty, buffer.handle(), 0, &[7; 100]);
+            for tenant in &hasty {
+                let buffer = tenant.buffer(100_000).unwrap();
+                write(tenant, buffer.handle(), 0, &[7; 100_000]);
+            }
             slowest = slowest.max(started.elapsed());
             rounds += 1;
         }

@@ -34,7 +34,7 @@ const LOW: c_int = 0;
 pub(crate) struct CudaBackend {
     slab: Arc<Slab>,
     device: cu::CUdevice,
-    context: Context,
+    context: Arc<Context>,
     slab_address: u64,
     streams: Vec<Option<Stream>>,
     modules: Arc<Modules>,
@@ -58,12 +58,40 @@ struct Stream {
     reserved: HashSet<u64>,
 }
 
-/// A context that a waiting thread may make its own too.
-#[derive(Clone, Copy)]
-pub(super) struct Context(pub cu::CUcontext);
+/// The device's primary context, which several threads make their own. Released with the last of them.
+pub(super) struct Context {
+    context: cu::CUcontext,
+    device: cu::CUdevice,
+}
 
 // SAFETY: a context may be current to several threads at once; the driver serialises what needs it.
 unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    fn retain(device: cu::CUdevice) -> Result<Arc<Context>, DeviceError> {
+        let mut context = null_mut();
+        // SAFETY: the device is valid; `Drop` releases what is retained here.
+        check(unsafe { cu::cuDevicePrimaryCtxRetain(&mut context, device) })?;
+        Ok(Arc::new(Context { context, device }))
+    }
+
+    /// Makes it the calling thread's context.
+    pub(super) fn enter(&self) -> Result<(), DeviceError> {
+        // SAFETY: the context is retained while `self` lives.
+        check(unsafe { cu::cuCtxSetCurrent(self.context) })
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: retained by `retain`, once; nobody who has entered it is left but whoever is leaving.
+        unsafe {
+            let _ = cu::cuDevicePrimaryCtxRelease_v2(self.device);
+        }
+    }
+}
 
 struct Event(cu::CUevent);
 
@@ -155,12 +183,8 @@ impl CudaBackend {
     pub(crate) fn open(slab: Arc<Slab>, index: u32) -> Result<CudaBackend, Unavailable> {
         let (device, _) = probe(index)?;
         let failed = |error: DeviceError| Unavailable::DriverFailed { why: error.to_string() };
-        let mut context = null_mut();
-        // SAFETY: the device is valid; the context is retained for the life of this worker and made current to its thread.
-        unsafe {
-            check(cu::cuDevicePrimaryCtxRetain(&mut context, device)).map_err(failed)?;
-            check(cu::cuCtxSetCurrent(context)).map_err(failed)?;
-        }
+        let context = Context::retain(device).map_err(failed)?;
+        context.enter().map_err(failed)?;
         // Huge pages, touched before they are registered: fifteen times quicker than without.
         slab.populate();
         let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
@@ -173,10 +197,10 @@ impl CudaBackend {
         let mut backend = CudaBackend {
             slab,
             device,
-            context: Context(context),
+            context: context.clone(),
             slab_address,
             streams: (0..SEATS).map(|_| None).collect(),
-            modules: Arc::new(Modules::new(device)),
+            modules: Arc::new(Modules::new(device, context)),
             lanes: HashMap::new(),
             graphs: HashMap::new(),
             next_graph: 0,
@@ -320,7 +344,7 @@ impl CudaBackend {
         shared_bytes: u32,
         params: &[u8],
     ) -> Result<Answer, DeviceError> {
-        let (kernel, function) = self.modules.kernel(kernel).ok_or_else(unknown)?;
+        let (kernel, function) = self.modules.kernel(SEATS + stream, kernel).ok_or_else(unknown)?;
         let own = self.stream(stream)?;
         // A function belongs to one context, a kernel to all: a green one, too.
         let function = if own.green.is_some() { kernel.cast() } else { function };
@@ -515,7 +539,8 @@ impl Backend for CudaBackend {
                 done(unsafe { cu::cuMemcpyDtoDAsync_v2(to_address, from_address, len(bytes), on) })
             }
             // What belongs on a lane.
-            Job::Load { .. } | Job::Unload { .. } | Job::Kernel { .. } => Err(unknown()),
+            Job::Load { .. } | Job::Unload { .. } | Job::Kernel { .. } | Job::ForgetImage { .. } => Err(unknown()),
+            Job::Upload { lane, offset, bytes } => self.modules.upload(lane as usize, &self.slab, offset, bytes),
             Job::Launch { kernel, grid, block, shared_bytes } => {
                 self.launch(stream, kernel, grid, block, shared_bytes, payload)
             }
@@ -535,7 +560,7 @@ impl Backend for CudaBackend {
     }
 
     fn in_lane(&mut self, sent: Sent, payload: &[u8], cell: u32) {
-        let start = || Lane::start(sent.stream, self.modules.clone(), self.context, self.slab.clone());
+        let start = || Lane::start(sent.stream, self.modules.clone(), self.slab.clone());
         let lane = self.lanes.entry(sent.stream).or_insert_with(start);
         lane.hand(sent, payload, cell);
     }
@@ -589,7 +614,7 @@ impl Backend for CudaBackend {
     }
 
     fn notify(&mut self, stream: usize) -> Result<(), DeviceError> {
-        let (context, slab) = (self.context, self.slab.clone());
+        let (context, slab) = (self.context.clone(), self.slab.clone());
         // A lane rings by itself.
         let own = self.streams.get_mut(stream).and_then(Option::as_mut);
         let Some(own) = own.filter(|own| !own.is_recording) else {
@@ -609,14 +634,11 @@ impl Backend for CudaBackend {
             None => {
                 let (sender, events) = channel::<Event>();
                 let wait = move || {
-                    // Moved whole: the wrapper is what may cross threads.
-                    let context = context;
-                    // SAFETY: the context lives as long as this process's worker.
-                    let current = unsafe { cu::cuCtxSetCurrent({ context }.0) };
+                    let current = context.enter();
                     for Event(event) in events {
                         // SAFETY: an event that was recorded, and that only this thread has.
                         let waited = unsafe { (cu::cuEventSynchronize(event), cu::cuEventDestroy_v2(event)) }.0;
-                        match check(current).and_then(|()| check(waited)) {
+                        match current.clone().and_then(|()| check(waited)) {
                             Ok(()) => slab.done_bell().ring(),
                             Err(error) => crate::worker::lost(&slab, &error),
                         }
@@ -642,11 +664,10 @@ impl Drop for CudaBackend {
             for (_, (_, exec)) in self.graphs.drain() {
                 let _ = cu::cuGraphExecDestroy(exec);
             }
-            // A lane that compiles still is not waited for; the context goes with the process or with the last who uses it.
+            // A lane that compiles still is not waited for; modules and context go with the last who uses them.
             self.lanes.clear();
             self.streams.iter_mut().filter_map(Option::take).for_each(Stream::destroy);
             let _ = cu::cuMemHostUnregister(self.slab.address(0).cast());
-            let _ = cu::cuDevicePrimaryCtxRelease_v2(self.device);
         }
     }
 }

@@ -23,7 +23,15 @@ const COMPILER_LOG_BYTES: usize = 4096;
 /// What is loaded, for the worker and for every lane.
 pub(super) struct Modules {
     device: cu::CUdevice,
+    context: Arc<Context>,
     table: Mutex<Table>,
+}
+
+impl Drop for Modules {
+    fn drop(&mut self) {
+        // The worker and every lane are over; what the context has left is finished before it lets go of a library.
+        let _ = self.context.enter().and_then(|()| self.unload(|_, _| true));
+    }
 }
 
 #[derive(Default)]
@@ -31,12 +39,22 @@ struct Table {
     /// By their numbers, with the lanes they belong to.
     libraries: HashMap<u32, (usize, Library)>,
     kernels: slab::Slab<Entry>,
-    next_module: u32,
+    /// Uploaded and not loaded yet, by their numbers, with their lanes.
+    images: HashMap<u32, (usize, Vec<u8>)>,
+    next_number: u32,
+}
+
+impl Table {
+    fn number(&mut self) -> u32 {
+        self.next_number = self.next_number.wrapping_add(1);
+        self.next_number
+    }
 }
 
 struct Library(cu::CUlibrary);
 
 struct Entry {
+    lane: usize,
     module: u32,
     kernel: cu::CUkernel,
     function: cu::CUfunction,
@@ -61,14 +79,11 @@ struct Handed {
 }
 
 impl Lane {
-    pub(super) fn start(number: usize, modules: Arc<Modules>, context: Context, slab: Arc<Slab>) -> Lane {
+    pub(super) fn start(number: usize, modules: Arc<Modules>, slab: Arc<Slab>) -> Lane {
         let (sender, jobs) = channel::<Handed>();
         let own = slab.clone();
         let run = move || {
-            // Moved whole: the wrapper is what may cross threads.
-            let context = context;
-            // SAFETY: the context lives as long as this process's worker.
-            let current = check(unsafe { cu::cuCtxSetCurrent({ context }.0) });
+            let current = modules.context.enter();
             for Handed { sent, payload, cell } in jobs {
                 let answer = current.clone().and_then(|()| modules.execute(number, &own, sent.job, &payload, cell));
                 if let Err(error @ DeviceError::DeviceLost { .. }) = &answer {
@@ -96,24 +111,47 @@ impl Lane {
 }
 
 impl Modules {
-    pub(super) fn new(device: cu::CUdevice) -> Modules {
-        Modules { device, table: Mutex::default() }
+    pub(super) fn new(device: cu::CUdevice, context: Arc<Context>) -> Modules {
+        Modules { device, context, table: Mutex::default() }
     }
 
-    /// A kernel, and its function in the worker's own context.
-    pub(super) fn kernel(&self, number: u32) -> Option<(cu::CUkernel, cu::CUfunction)> {
-        self.table.lock().kernels.get(number as usize).map(|entry| (entry.kernel, entry.function))
+    /// A kernel of a lane, and its function in the worker's own context.
+    pub(super) fn kernel(&self, lane: usize, number: u32) -> Option<(cu::CUkernel, cu::CUfunction)> {
+        let table = self.table.lock();
+        let entry = table.kernels.get(number as usize).filter(|entry| entry.lane == lane)?;
+        Some((entry.kernel, entry.function))
+    }
+
+    /// Takes a copy of an image, with the NUL that ends PTX: what the driver parses must not change under it.
+    pub(super) fn upload(&self, lane: usize, slab: &Slab, offset: u64, bytes: u64) -> Result<Answer, DeviceError> {
+        let end = offset.checked_add(bytes).filter(|end| *end < slab.len() as u64).ok_or_else(unknown)?;
+        let mut image = vec![0; (end - offset) as usize + 1];
+        slab.copy_out(offset, &mut image[..(end - offset) as usize]);
+        let mut table = self.table.lock();
+        let number = table.number();
+        table.images.insert(number, (lane, image));
+        Ok(Answer { values: [u64::from(number), 0, 0, 0, 0, 0] })
+    }
+
+    fn take_image(&self, lane: usize, image: u32) -> Option<Vec<u8>> {
+        let images = &mut self.table.lock().images;
+        images.get(&image).filter(|(owner, _)| *owner == lane)?;
+        images.remove(&image).map(|(_, bytes)| bytes)
     }
 
     fn execute(&self, lane: usize, slab: &Slab, job: Job, payload: &[u8], cell: u32) -> Result<Answer, DeviceError> {
         match job {
-            Job::Load { offset, bytes } => self.load(lane, slab, offset, bytes),
+            Job::Load { image } => self.load(lane, self.take_image(lane, image).ok_or_else(unknown)?),
+            Job::ForgetImage { image } => self.take_image(lane, image).map(|_| Answer::default()).ok_or_else(unknown),
             Job::Kernel { module } => self.find(lane, slab, module, payload, cell),
             Job::Unload { module } => match self.unload(|number, owner| number == module && owner == lane)? {
                 0 => Err(unknown()),
                 _ => Ok(Answer::default()),
             },
-            Job::Clear => self.unload(|_, owner| owner == lane).map(|_| Answer::default()),
+            Job::Clear => {
+                self.table.lock().images.retain(|_, (owner, _)| *owner != lane);
+                self.unload(|_, owner| owner == lane).map(|_| Answer::default())
+            }
             _ => Err(unknown()),
         }
     }
@@ -147,15 +185,16 @@ impl Modules {
         if result == CUresult::CUDA_SUCCESS { u64::try_from(value).unwrap_or(0) } else { 0 }
     }
 
-    fn load(&self, lane: usize, slab: &Slab, offset: u64, bytes: u64) -> Result<Answer, DeviceError> {
-        let end = offset.checked_add(bytes).filter(|end| *end < slab.len() as u64).ok_or_else(unknown)?;
-        // A copy of our own, with the NUL that ends PTX: what the driver parses must not change under it.
-        let mut image = vec![0; (end - offset) as usize + 1];
-        slab.copy_out(offset, &mut image[..(end - offset) as usize]);
-        let is_elf = image.starts_with(b"\x7fELF");
-        let compiled = if is_elf { image } else { compile(&mut image)? };
+    fn load(&self, lane: usize, mut image: Vec<u8>) -> Result<Answer, DeviceError> {
+        let compiled = match image.starts_with(b"\x7fELF") {
+            true if !is_whole_elf(&image[..image.len() - 1]) => {
+                return Err(DeviceError::BadModule { why: "the cubin is cut off or damaged".to_owned() });
+            }
+            true => image,
+            false => compile(&mut image)?,
+        };
         let (mut library, mut module) = (null_mut(), null_mut());
-        // SAFETY: a compiled image with its length in itself, and no options. Asking for the module loads it now: the driver
+        // SAFETY: an image from the driver's own compiler, or one whose parts were checked to lie inside it, and no options. Asking for the module loads it now: the driver
         // would otherwise wait for the first kernel, and complain then.
         let result = unsafe {
             match cu::cuLibraryLoadData(
@@ -172,10 +211,15 @@ impl Modules {
                 error => error,
             }
         };
-        check(result).map_err(|error| bad_module(error, ""))?;
+        if let Err(error) = check(result) {
+            if !library.is_null() {
+                // SAFETY: just loaded, and not used by anything.
+                unsafe { cu::cuLibraryUnload(library) };
+            }
+            return Err(bad_module(error, ""));
+        }
         let mut table = self.table.lock();
-        let number = table.next_module;
-        table.next_module = number.wrapping_add(1);
+        let number = table.number();
         table.libraries.insert(number, (lane, Library(library)));
         Ok(Answer { values: [u64::from(number), 0, 0, 0, 0, 0] })
     }
@@ -236,9 +280,38 @@ impl Modules {
         // SAFETY: writes one integer to a variable of ours, about a function of ours.
         check(unsafe { cu::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut resident, function, block, 0) })?;
         let resident = u64::try_from(resident).unwrap_or(0);
-        let number = self.table.lock().kernels.insert(Entry { module, kernel, function }) as u64;
+        let number = self.table.lock().kernels.insert(Entry { lane, module, kernel, function }) as u64;
         Ok(Answer { values: [number, layout.len() as u64 / 8, threads, shared, registers, resident] })
     }
+}
+
+/// Whether everything an ELF file's header and tables point to lies inside it: the driver is not told its length.
+fn is_whole_elf(image: &[u8]) -> bool {
+    let number = |at: usize, bytes: usize| -> Option<u64> {
+        let field = image.get(at..at.checked_add(bytes)?)?;
+        let mut whole = [0; 8];
+        whole[..bytes].copy_from_slice(field);
+        Some(u64::from_le_bytes(whole))
+    };
+    let is_inside = |offset: u64, len: u64| offset.checked_add(len).is_some_and(|end| end <= image.len() as u64);
+    // Offsets of the fields of the 64-bit header: tables of segments and of sections, sizes and counts of their entries.
+    let tables = [(0x20, 0x36, 0x38, 0x08, 0x20), (0x28, 0x3a, 0x3c, 0x18, 0x20)];
+    tables.iter().all(|(at, entry_at, count_at, offset_at, size_at)| {
+        let header = (number(*at, 8), number(*entry_at, 2), number(*count_at, 2));
+        let (Some(table), Some(entry), Some(count)) = header else { return false };
+        if count == 0 {
+            return true;
+        }
+        if entry < 0x38 || !is_inside(table, entry * count) {
+            return false;
+        }
+        (0..count).all(|n| {
+            let entry = (table + n * entry) as usize;
+            let has_no_bytes = *at == 0x28 && number(entry + 4, 4) == Some(8);
+            let (offset, size) = (number(entry + offset_at, 8), number(entry + size_at, 8));
+            has_no_bytes || offset.zip(size).is_some_and(|(offset, size)| is_inside(offset, size))
+        })
+    })
 }
 
 /// Compiles PTX, which ends with a NUL, for the current device. The compiler's first complaints are in the error.
@@ -286,5 +359,29 @@ fn bad_module(error: DeviceError, log: &str) -> DeviceError {
         DeviceError::Refused { why } if log.is_empty() => DeviceError::BadModule { why },
         DeviceError::Refused { why } => DeviceError::BadModule { why: format!("{why}: {log}") },
         other => DeviceError::BadModule { why: other.to_string() },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_whole_elf;
+
+    #[test]
+    fn a_cut_off_cubin_is_told_from_a_whole_one() {
+        let mut elf = vec![0; 0x100];
+        elf[..4].copy_from_slice(b"\x7fELF");
+        elf[0x28..0x30].copy_from_slice(&0x40_u64.to_le_bytes());
+        elf[0x3a..0x3c].copy_from_slice(&0x40_u16.to_le_bytes());
+        elf[0x3c..0x3e].copy_from_slice(&2_u16.to_le_bytes());
+        // Two sections: one of 0x40 bytes at 0xc0, one that has no bytes whatever it says.
+        elf[0x58..0x60].copy_from_slice(&0xc0_u64.to_le_bytes());
+        elf[0x60..0x68].copy_from_slice(&0x40_u64.to_le_bytes());
+        elf[0x84..0x88].copy_from_slice(&8_u32.to_le_bytes());
+        elf[0xa0..0xa8].copy_from_slice(&u64::MAX.to_le_bytes());
+        assert!(is_whole_elf(&elf));
+        assert!((0..0x100).all(|len| !is_whole_elf(&elf[..len]) || len == 0x100));
+        elf[0x60..0x68].copy_from_slice(&0x41_u64.to_le_bytes());
+        assert!(!is_whole_elf(&elf), "a section beyond the end");
+        assert!(!is_whole_elf(b"\x7fELF"));
     }
 }
