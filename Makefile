@@ -1,6 +1,6 @@
 # Everything a person or CI does with this repository. `make run` and `make test` need only Rust and a C compiler.
 
-.PHONY: build test model test-kills bench compare fmt fmt-check lint check doc ci clean run guests
+.PHONY: build test model test-kills bench compare fmt fmt-check lint check doc ci clean run guests ptxas
 
 build:
 	cargo build --release -p tensor-wasm-cli
@@ -12,7 +12,10 @@ run: build
 guests:
 	cargo xtask guests
 
-test: guests
+ptxas:
+	cargo xtask ptxas
+
+test: guests ptxas
 	cargo test --workspace
 
 # The long version of the durability test: 200 kills.

@@ -8,13 +8,14 @@ use anyhow::{Context, bail};
 use crate::root;
 
 /// What is built for which target, and the name it gets under target/guests.
-const BUILT: [(&str, &str, &str); 6] = [
+const BUILT: [(&str, &str, &str); 7] = [
     ("wasm32-wasip2", "hello.wasm", "hello.wasm"),
     ("wasm32-wasip2", "http_lab.wasm", "http-lab.wasm"),
     ("wasm32-wasip2", "typed.wasm", "typed.wasm"),
     ("wasm32-wasip2", "hello_p3.wasm", "hello-p3.wasm"),
     ("wasm32-wasip2", "command.wasm", "command.wasm"),
     ("wasm32-wasip1", "command.wasm", "command-p1.wasm"),
+    ("wasm32-unknown-unknown", "kernels.wasm", "kernels.wasm"),
 ];
 
 pub(crate) fn build() -> anyhow::Result<()> {
@@ -22,8 +23,10 @@ pub(crate) fn build() -> anyhow::Result<()> {
     std::fs::create_dir_all(&output)?;
     install("wasm32-wasip2")?;
     install("wasm32-wasip1")?;
+    install("wasm32-unknown-unknown")?;
     cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-wasip2"])?;
     cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-wasip1", "--package", "command"])?;
+    cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-unknown-unknown", "--package", "kernels"])?;
     for (target, built, name) in BUILT {
         let from = guests.join("target").join(target).join("release").join(built);
         std::fs::copy(&from, output.join(name)).with_context(|| from.display().to_string())?;

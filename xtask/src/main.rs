@@ -4,6 +4,7 @@
 
 mod demo;
 mod guests;
+mod ptxas;
 mod results;
 mod tidy;
 
@@ -16,6 +17,8 @@ use clap::Parser;
 enum Chore {
     /// Build the guests of tests, examples and benchmarks for wasm32, into target/guests.
     Guests,
+    /// Install NVIDIA's assembler into target/ptxas, from the Python package index. Without Python it is left out.
+    Ptxas,
     /// Start a server, deploy three examples, call each, print a table; then serve until Ctrl-C.
     Demo,
     /// Check that the papers match the code.
@@ -31,6 +34,7 @@ enum Chore {
 fn main() -> anyhow::Result<()> {
     match Chore::parse() {
         Chore::Guests => guests::build(),
+        Chore::Ptxas => ptxas::install(),
         Chore::Demo => demo::run(),
         Chore::Tidy => tidy::check(),
         Chore::Results { markdown: false } => results::print(),

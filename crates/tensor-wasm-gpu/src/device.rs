@@ -173,6 +173,9 @@ impl Tenants {
 /// Loads that a tenant may have waiting; the images wait in the worker's memory.
 const LOADS_WAITING_MAX: usize = 8;
 
+/// Things that the worker is told to forget at once.
+const GARBAGE_MAX: usize = 32;
+
 /// How long an allocation waits for tenants that are gone to give back what they had.
 const CLOSING_MAX: Duration = Duration::from_millis(500);
 
@@ -209,12 +212,16 @@ impl Bound {
 
     /// Has the worker forget what nobody uses any more, as far as there is room for it.
     pub(crate) fn collect(&self) {
-        let garbage = std::mem::take(&mut *self.garbage.0.lock());
-        let is_left = |(stream, job): &(usize, Job)| {
-            let sent = self.link.send(*stream, vec![(*job).into()]);
-            matches!(sent, Err(DeviceError::Busy { .. }))
-        };
-        let left: Vec<_> = garbage.into_iter().filter(is_left).collect();
+        let mut garbage = std::mem::take(&mut *self.garbage.0.lock());
+        garbage.sort_by_key(|(stream, _)| *stream);
+        let mut left = Vec::new();
+        for together in garbage.chunk_by(|a, b| a.0 == b.0).flat_map(|own| own.chunks(GARBAGE_MAX)) {
+            // One place in the line, however many they are.
+            let orders = together.iter().map(|(_, job)| (*job).into()).collect();
+            if let Err(DeviceError::Busy { .. }) = self.link.send(together[0].0, orders) {
+                left.extend_from_slice(together);
+            }
+        }
         self.garbage.0.lock().extend(left);
     }
 }

@@ -1,0 +1,537 @@
+//! Runs the PTX that we emit, work item by work item: an oracle for the compiler where there is no GPU. It is written
+//! from what PTX says its instructions do, not from what the compiler means by them, and it is stricter than a device: an
+//! access outside the memory it was given, or one that is not aligned, is an error and not a fault of the whole device.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "registers have 64 bits here, and instructions look at some of them"
+)]
+
+mod parse;
+
+use std::collections::HashMap;
+
+use parse::{Instruction, Operand, Unit, type_bytes};
+
+/// Nanoseconds that the emulated timer advances with each instruction of a work item.
+const NANOS_PER_INSTRUCTION: u64 = 100;
+
+/// An item that runs for longer than this is taken to run for ever: polls should have stopped it.
+const STEPS_MAX: u64 = 2_000_000_000;
+
+/// Where the emulator puts what belongs to no buffer.
+const DATA_AT: u64 = 0x7000_0000_0000;
+const SHARED_AT: u64 = 0x7100_0000_0000;
+const LOCAL_AT: u64 = 0x7200_0000_0000;
+
+/// A program that was read.
+pub struct Emulator {
+    unit: Unit,
+}
+
+/// Memory of the emulated device: pieces at addresses.
+#[derive(Default)]
+pub struct DeviceMemory {
+    pieces: Vec<(u64, Vec<u8>)>,
+}
+
+impl DeviceMemory {
+    /// Adds a piece at an address that no other has.
+    pub fn add(&mut self, address: u64, bytes: Vec<u8>) {
+        self.pieces.push((address, bytes));
+    }
+
+    pub fn bytes(&self, address: u64) -> &[u8] {
+        self.pieces.iter().find(|(at, _)| *at == address).map_or(&[], |(_, bytes)| bytes)
+    }
+
+    pub fn bytes_mut(&mut self, address: u64) -> &mut [u8] {
+        self.pieces.iter_mut().find(|(at, _)| *at == address).map_or(&mut [], |(_, bytes)| bytes)
+    }
+}
+
+/// One item of a group.
+struct Item {
+    registers: Vec<u64>,
+    local: Vec<u8>,
+    at: usize,
+    id: [u32; 3],
+    is_over: bool,
+}
+
+struct Run<'a> {
+    unit: &'a Unit,
+    memory: &'a mut DeviceMemory,
+    data: Vec<u8>,
+    shared: Vec<u8>,
+    params: &'a [u8],
+    groups: [u32; 3],
+    items: [u32; 3],
+    group: [u32; 3],
+    nanos: u64,
+}
+
+enum Next {
+    Go(usize),
+    Barrier(usize),
+    Exit,
+}
+
+impl Emulator {
+    pub fn new(ptx: &str) -> Result<Emulator, String> {
+        parse::parse(ptx).map(|unit| Emulator { unit })
+    }
+
+    /// Runs a launch. What goes wrong is either the compiler's fault or the emulator's.
+    pub fn run(
+        &self,
+        memory: &mut DeviceMemory,
+        params: &[u8],
+        groups: [u32; 3],
+        items: [u32; 3],
+    ) -> Result<(), String> {
+        let data = self.unit.data.clone();
+        let nanos = 1_000_000_000;
+        let mut run =
+            Run { unit: &self.unit, memory, data, shared: Vec::new(), params, groups, items, group: [0; 3], nanos };
+        for z in 0..groups[2] {
+            for y in 0..groups[1] {
+                for x in 0..groups[0] {
+                    run.group = [x, y, z];
+                    run.one_group()?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Run<'_> {
+    fn one_group(&mut self) -> Result<(), String> {
+        self.shared = vec![0xa5; self.unit.shared_bytes];
+        let [nx, ny, nz] = self.items;
+        let mut items: Vec<Item> = Vec::new();
+        for z in 0..nz {
+            for y in 0..ny {
+                for x in 0..nx {
+                    items.push(Item {
+                        // What nobody wrote is noticed.
+                        registers: vec![0xdead_beef_dead_beef; self.unit.registers.len()],
+                        local: vec![0xa5; self.unit.local_bytes],
+                        at: 0,
+                        id: [x, y, z],
+                        is_over: false,
+                    });
+                }
+            }
+        }
+        // Every item runs to its next barrier; then all of them go on.
+        while items.iter().any(|item| !item.is_over) {
+            for item in items.iter_mut().filter(|item| !item.is_over) {
+                self.until_barrier(item)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn until_barrier(&mut self, item: &mut Item) -> Result<(), String> {
+        for _ in 0..STEPS_MAX {
+            let unit = self.unit;
+            let Some(instruction) = unit.instructions.get(item.at) else {
+                return Err("it ran past its end".to_owned());
+            };
+            self.nanos += NANOS_PER_INSTRUCTION;
+            let next = self.step(item, instruction);
+            match next.map_err(|why| format!("line {}: {}: {why}", instruction.line, instruction.opcode.join(".")))? {
+                Next::Go(at) => item.at = at,
+                Next::Barrier(at) => {
+                    item.at = at;
+                    return Ok(());
+                }
+                Next::Exit => {
+                    item.is_over = true;
+                    return Ok(());
+                }
+            }
+        }
+        Err("it does not end".to_owned())
+    }
+
+    fn value(&self, item: &Item, operand: &Operand) -> Result<u64, String> {
+        Ok(match operand {
+            Operand::Register(n) => item.registers[*n],
+            Operand::Immediate(bits) => *bits,
+            Operand::Special(name) => match name.as_str() {
+                "globaltimer" => self.nanos,
+                "laneid" => u64::from(self.lane(item)),
+                _ => {
+                    let (name, axis) = name.split_once('.').ok_or("no such register")?;
+                    let axis = ["x", "y", "z"].iter().position(|own| *own == axis).ok_or("no such axis")?;
+                    u64::from(match name {
+                        "tid" => item.id[axis],
+                        "ctaid" => self.group[axis],
+                        "ntid" => self.items[axis],
+                        "nctaid" => self.groups[axis],
+                        _ => return Err(format!("what is {name}?")),
+                    })
+                }
+            },
+            Operand::Name(name) => match name.as_str() {
+                "data" => DATA_AT,
+                "shared" => SHARED_AT,
+                "stack" => LOCAL_AT,
+                _ => return Err(format!("what is {name}?")),
+            },
+            Operand::Memory(..) => return Err("memory is no value".to_owned()),
+        })
+    }
+
+    fn lane(&self, item: &Item) -> u32 {
+        let [x, y, z] = item.id;
+        (x + self.items[0] * (y + self.items[1] * z)) % 32
+    }
+
+    fn address(&self, item: &Item, operand: &Operand) -> Result<u64, String> {
+        match operand {
+            Operand::Memory(base, offset) => Ok(self.value(item, base)?.wrapping_add(*offset)),
+            _ => Err("an address is in brackets".to_owned()),
+        }
+    }
+
+    /// The bytes of an access, which must lie in one piece of memory and be aligned.
+    fn bytes<'m>(
+        &'m mut self,
+        item: &'m mut Item,
+        space: &str,
+        address: u64,
+        len: usize,
+    ) -> Result<&'m mut [u8], String> {
+        if !address.is_multiple_of(len as u64) {
+            return Err(format!("{address:#x} is not aligned to {len} bytes"));
+        }
+        let end = address.checked_add(len as u64).ok_or("beyond the address space")?;
+        let local = &mut item.local;
+        let pieces = self.memory.pieces.iter_mut().map(|(at, bytes)| (*at, bytes, "global"));
+        let own =
+            [(DATA_AT, &mut self.data, "global"), (SHARED_AT, &mut self.shared, "shared"), (LOCAL_AT, local, "local")];
+        for (at, bytes, own) in own.into_iter().chain(pieces) {
+            let is_inside = address >= at && end <= at + bytes.len() as u64;
+            if is_inside && (space.is_empty() || space == own) {
+                let from = (address - at) as usize;
+                return Ok(&mut bytes[from..from + len]);
+            }
+        }
+        Err(format!("{len} bytes at {address:#x} are not in {} memory", if space.is_empty() { "any" } else { space }))
+    }
+
+    fn load(&mut self, item: &mut Item, space: &str, address: u64, len: usize) -> Result<u64, String> {
+        let mut whole = [0; 8];
+        whole[..len].copy_from_slice(self.bytes(item, space, address, len)?);
+        Ok(u64::from_le_bytes(whole))
+    }
+
+    fn store(&mut self, item: &mut Item, space: &str, address: u64, len: usize, value: u64) -> Result<(), String> {
+        self.bytes(item, space, address, len)?.copy_from_slice(&value.to_le_bytes()[..len]);
+        Ok(())
+    }
+
+    fn step(&mut self, item: &mut Item, instruction: &Instruction) -> Result<Next, String> {
+        let next = Next::Go(item.at + 1);
+        if let Some((predicate, is_not)) = instruction.guard
+            && (item.registers[predicate] != 0) == is_not
+        {
+            return Ok(next);
+        }
+        let opcode: Vec<&str> = instruction.opcode.iter().map(String::as_str).collect();
+        let operands = &instruction.operands;
+        let value = |run: &Self, item: &Item, n: usize| match operands.get(n) {
+            Some(operand) => run.value(item, operand),
+            None => Err("an operand is missing".to_owned()),
+        };
+        let label = |n: usize| match operands.get(n) {
+            Some(Operand::Name(name)) => Ok(name.as_str()),
+            _ => Err("a label is missing".to_owned()),
+        };
+        let jump = |name: &str| match self.unit.labels.get(name) {
+            Some(at) => Ok(Next::Go(*at)),
+            None => Err(format!("there is no label {name}")),
+        };
+        let result = match opcode.as_slice() {
+            ["bra"] => return jump(label(0)?),
+            ["brx", "idx"] => {
+                let index = value(self, item, 0)? as u32 as usize;
+                let table = self.unit.tables.get(label(1)?).ok_or("there is no such table")?;
+                return jump(table.get(index).ok_or("beyond the table")?);
+            }
+            ["ret" | "exit"] => return Ok(Next::Exit),
+            ["bar", "sync"] => return Ok(Next::Barrier(item.at + 1)),
+            ["fence", ..] => return Ok(next),
+            // Items run one after another here: each is alone in its warp.
+            ["activemask", "b32"] => 1 << self.lane(item),
+            ["ld", "param", ty] => {
+                let Some(Operand::Memory(name, 0)) = operands.get(1) else { return Err("which parameter?".to_owned()) };
+                let Operand::Name(name) = name.as_ref() else { return Err("which parameter?".to_owned()) };
+                let known = self.unit.params.iter().find(|(own, _, _)| own == name);
+                let (_, offset, size) = known.ok_or_else(|| format!("there is no parameter {name}"))?;
+                if type_bytes(ty) != Some(*size) {
+                    return Err(format!("parameter {name} has {size} bytes"));
+                }
+                let mut whole = [0; 8];
+                whole[..*size].copy_from_slice(self.params.get(*offset..offset + size).ok_or("too few parameters")?);
+                u64::from_le_bytes(whole)
+            }
+            ["ld", rest @ .., ty] => {
+                let len = type_bytes(ty).ok_or("of which type?")?;
+                let address = self.address(item, &operands[1])?;
+                let bits = self.load(item, space(rest), address, len)?;
+                match *ty {
+                    "s8" => i64::from(bits as u8 as i8) as u64,
+                    "s16" => i64::from(bits as u16 as i16) as u64,
+                    "s32" => i64::from(bits as u32 as i32) as u64,
+                    _ => bits,
+                }
+            }
+            ["st", rest @ .., ty] => {
+                let len = type_bytes(ty).ok_or("of which type?")?;
+                let (address, stored) = (self.address(item, &operands[0])?, value(self, item, 1)?);
+                self.store(item, space(rest), address, len, stored)?;
+                return Ok(next);
+            }
+            ["atom", rest @ .., op, ty] => {
+                let len = type_bytes(ty).ok_or("of which type?")?;
+                let address = self.address(item, &operands[1])?;
+                let mask = if len == 8 { u64::MAX } else { u64::from(u32::MAX) };
+                let (old, with) = (self.load(item, space(rest), address, len)?, value(self, item, 2)? & mask);
+                let new = match *op {
+                    "add" => old.wrapping_add(with),
+                    "and" => old & with,
+                    "or" => old | with,
+                    "xor" => old ^ with,
+                    "exch" => with,
+                    "max" if ty.starts_with('u') => old.max(with),
+                    "cas" => {
+                        let new = value(self, item, 3)? & mask;
+                        if old == with { new } else { old }
+                    }
+                    _ => return Err("what is that?".to_owned()),
+                };
+                self.store(item, space(rest), address, len, new)?;
+                old
+            }
+            _ => {
+                let values: Result<Vec<u64>, String> = operands.iter().skip(1).map(|o| self.value(item, o)).collect();
+                compute(&opcode, &values?).ok_or("it is not something we emit")?
+            }
+        };
+        let Some(Operand::Register(to)) = operands.first() else { return Err("where to?".to_owned()) };
+        item.registers[*to] = result;
+        Ok(next)
+    }
+}
+
+/// The state space among the parts of an opcode.
+fn space<'a>(parts: &[&'a str]) -> &'a str {
+    parts.iter().copied().find(|part| matches!(*part, "global" | "shared" | "local")).unwrap_or("")
+}
+
+fn single(bits: u64) -> f32 {
+    f32::from_bits(bits as u32)
+}
+
+fn double(bits: u64) -> f64 {
+    f64::from_bits(bits)
+}
+
+/// What a device makes of a NaN: all its bits but the sign, in single precision; quiet in double.
+fn from_single(value: f32) -> u64 {
+    if value.is_nan() { 0x7fff_ffff } else { u64::from(value.to_bits()) }
+}
+
+fn from_double(value: f64) -> u64 {
+    if value.is_nan() { 0xfff8_0000_0000_0000 } else { value.to_bits() }
+}
+
+/// Instructions that compute something of their operands alone.
+fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
+    let low = |value: u64| u64::from(value as u32);
+    let at = |n: usize| v.get(n).copied();
+    Some(match opcode {
+        ["mov", "pred"] => at(0)?,
+        ["mov", "b32" | "u32" | "f32"] => low(at(0)?),
+        ["mov", "b64" | "u64" | "f64"] => at(0)?,
+        ["cvta", _, "u64"] => at(0)?,
+        ["selp", ty] => {
+            let chosen = if at(2)? != 0 { at(0)? } else { at(1)? };
+            if ty.ends_with("32") { low(chosen) } else { chosen }
+        }
+        ["setp", compare, ty] => u64::from(compares(compare, ty, at(0)?, at(1)?)?),
+        ["setp", compare, "and", ty] => u64::from(compares(compare, ty, at(0)?, at(1)?)? && at(2)? != 0),
+        ["add", "s32"] => low(at(0)?.wrapping_add(at(1)?)),
+        ["add", "s64"] => at(0)?.wrapping_add(at(1)?),
+        ["sub", "s32"] => low(at(0)?.wrapping_sub(at(1)?)),
+        ["sub", "s64"] => at(0)?.wrapping_sub(at(1)?),
+        ["mul", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?)),
+        ["mul", "wide", "u32"] => low(at(0)?) * low(at(1)?),
+        ["rsqrt", "approx", "f32"] => from_single((1.0 / f64::from(single(at(0)?)).sqrt()) as f32),
+        ["mul", "lo", "s64"] => at(0)?.wrapping_mul(at(1)?),
+        ["mad", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?).wrapping_add(at(2)?)),
+        ["neg", "s32"] => low(at(0)?.wrapping_neg()),
+        ["neg", "s64"] => at(0)?.wrapping_neg(),
+        ["div", "s32"] => low(i64::from((at(0)? as i32).checked_div(at(1)? as i32)?) as u64),
+        ["div", "u32"] => u64::from((at(0)? as u32).checked_div(at(1)? as u32)?),
+        ["div", "s64"] => (at(0)? as i64).checked_div(at(1)? as i64)? as u64,
+        ["div", "u64"] => at(0)?.checked_div(at(1)?)?,
+        ["rem", "s32"] => low(i64::from((at(0)? as i32).checked_rem(at(1)? as i32)?) as u64),
+        ["rem", "u32"] => u64::from((at(0)? as u32).checked_rem(at(1)? as u32)?),
+        ["rem", "s64"] => (at(0)? as i64).checked_rem(at(1)? as i64)? as u64,
+        ["rem", "u64"] => at(0)?.checked_rem(at(1)?)?,
+        ["and", ty] => narrowed(ty, at(0)? & at(1)?),
+        ["or", ty] => narrowed(ty, at(0)? | at(1)?),
+        ["xor", ty] => narrowed(ty, at(0)? ^ at(1)?),
+        // Shifts by more than there are bits leave nothing, or only the sign.
+        ["shl", "b32"] => (at(0)? as u32).checked_shl(at(1)? as u32).map_or(0, u64::from),
+        ["shl", "b64"] => at(0)?.checked_shl(at(1)? as u32).unwrap_or(0),
+        ["shr", "u32"] => (at(0)? as u32).checked_shr(at(1)? as u32).map_or(0, u64::from),
+        ["shr", "u64"] => at(0)?.checked_shr(at(1)? as u32).unwrap_or(0),
+        ["shr", "s32"] => low(i64::from((at(0)? as i32) >> (at(1)? as u32).min(31)) as u64),
+        ["shr", "s64"] => ((at(0)? as i64) >> (at(1)? as u32).min(63)) as u64,
+        ["shf", "l", "wrap", "b32"] if at(0)? as u32 == at(1)? as u32 => {
+            u64::from((at(0)? as u32).rotate_left(at(2)? as u32 & 31))
+        }
+        ["shf", "r", "wrap", "b32"] if at(0)? as u32 == at(1)? as u32 => {
+            u64::from((at(0)? as u32).rotate_right(at(2)? as u32 & 31))
+        }
+        ["clz", "b32"] => u64::from((at(0)? as u32).leading_zeros()),
+        ["clz", "b64"] => u64::from(at(0)?.leading_zeros()),
+        ["brev", "b32"] => u64::from((at(0)? as u32).reverse_bits()),
+        ["brev", "b64"] => at(0)?.reverse_bits(),
+        ["popc", "b32"] => u64::from((at(0)? as u32).count_ones()),
+        ["popc", "b64"] => u64::from(at(0)?.count_ones()),
+        ["min", "u32"] => u64::from((at(0)? as u32).min(at(1)? as u32)),
+        ["max", "u32"] => u64::from((at(0)? as u32).max(at(1)? as u32)),
+        ["max", "u64"] => at(0)?.max(at(1)?),
+        ["add", "rn", "f32"] => from_single(single(at(0)?) + single(at(1)?)),
+        ["sub", "rn", "f32"] => from_single(single(at(0)?) - single(at(1)?)),
+        ["mul", "rn", "f32"] => from_single(single(at(0)?) * single(at(1)?)),
+        ["div", "rn", "f32"] => from_single(single(at(0)?) / single(at(1)?)),
+        ["fma", "rn", "f32"] => from_single(single(at(0)?).mul_add(single(at(1)?), single(at(2)?))),
+        ["sqrt", "rn", "f32"] => from_single(single(at(0)?).sqrt()),
+        ["add", "rn", "f64"] => from_double(double(at(0)?) + double(at(1)?)),
+        ["sub", "rn", "f64"] => from_double(double(at(0)?) - double(at(1)?)),
+        ["mul", "rn", "f64"] => from_double(double(at(0)?) * double(at(1)?)),
+        ["div", "rn", "f64"] => from_double(double(at(0)?) / double(at(1)?)),
+        ["fma", "rn", "f64"] => from_double(double(at(0)?).mul_add(double(at(1)?), double(at(2)?))),
+        ["sqrt", "rn", "f64"] => from_double(double(at(0)?).sqrt()),
+        // The number where one is a NaN; of two zeros the negative one is less.
+        ["min" | "max", "f32"] => {
+            let (a, b) = (single(at(0)?), single(at(1)?));
+            let takes_first = a.is_nan() || b.is_nan() || a.total_cmp(&b).is_lt() == (opcode[0] == "min");
+            from_single(if (takes_first && !a.is_nan()) || b.is_nan() { a } else { b })
+        }
+        ["min" | "max", "f64"] => {
+            let (a, b) = (double(at(0)?), double(at(1)?));
+            let takes_first = a.is_nan() || b.is_nan() || a.total_cmp(&b).is_lt() == (opcode[0] == "min");
+            from_double(if (takes_first && !a.is_nan()) || b.is_nan() { a } else { b })
+        }
+        ["cvt", rest @ ..] => convert(rest, at(0)?)?,
+        _ => return None,
+    })
+}
+
+fn narrowed(ty: &str, bits: u64) -> u64 {
+    if ty.ends_with("32") { u64::from(bits as u32) } else { bits }
+}
+
+fn compares(how: &str, ty: &str, a: u64, b: u64) -> Option<bool> {
+    use std::cmp::Ordering;
+    let ordering = match ty {
+        "s32" => Some((a as i32).cmp(&(b as i32))),
+        "u32" => Some((a as u32).cmp(&(b as u32))),
+        "s64" => Some((a as i64).cmp(&(b as i64))),
+        "u64" => Some(a.cmp(&b)),
+        "f32" => single(a).partial_cmp(&single(b)),
+        "f64" => double(a).partial_cmp(&double(b)),
+        _ => return None,
+    };
+    Some(match how {
+        "eq" => ordering == Some(Ordering::Equal),
+        "ne" => ordering.is_some() && ordering != Some(Ordering::Equal),
+        "neu" => ordering != Some(Ordering::Equal),
+        "lt" => ordering == Some(Ordering::Less),
+        "gt" => ordering == Some(Ordering::Greater),
+        "le" => matches!(ordering, Some(Ordering::Less | Ordering::Equal)),
+        "ge" => matches!(ordering, Some(Ordering::Greater | Ordering::Equal)),
+        "nan" => ordering.is_none(),
+        _ => return None,
+    })
+}
+
+/// `cvt` between types. Rust's own conversions round, and stop at the ends, as PTX says; what PTX leaves open about NaN is
+/// filled in so that it shows if somebody relies on it.
+fn convert(parts: &[&str], bits: u64) -> Option<u64> {
+    let nan = 0x1234_5678_9abc_def0_u64;
+    Some(match parts {
+        ["u32", "u64"] => u64::from(bits as u32),
+        ["u64", "u32"] => u64::from(bits as u32),
+        ["s64", "s32"] => i64::from(bits as u32 as i32) as u64,
+        ["f64", "f32"] => from_double(f64::from(single(bits))),
+        ["rn", "f32", "f64"] => from_single(double(bits) as f32),
+        ["rn", "f32", "s32"] => from_single(bits as u32 as i32 as f32),
+        ["rn", "f32", "u32"] => from_single(bits as u32 as f32),
+        ["rn", "f32", "s64"] => from_single(bits as i64 as f32),
+        ["rn", "f32", "u64"] => from_single(bits as f32),
+        ["rn", "f64", "s32"] => from_double(f64::from(bits as u32 as i32)),
+        ["rn", "f64", "u32"] => from_double(f64::from(bits as u32)),
+        ["rn", "f64", "s64"] => from_double(bits as i64 as f64),
+        ["rn", "f64", "u64"] => from_double(bits as f64),
+        ["rpi", "f32", "f32"] => from_single(single(bits).ceil()),
+        ["rmi", "f32", "f32"] => from_single(single(bits).floor()),
+        ["rzi", "f32", "f32"] => from_single(single(bits).trunc()),
+        ["rni", "f32", "f32"] => from_single(single(bits).round_ties_even()),
+        ["rpi", "f64", "f64"] => from_double(double(bits).ceil()),
+        ["rmi", "f64", "f64"] => from_double(double(bits).floor()),
+        ["rzi", "f64", "f64"] => from_double(double(bits).trunc()),
+        ["rni", "f64", "f64"] => from_double(double(bits).round_ties_even()),
+        ["rzi", to, from @ ("f32" | "f64")] => {
+            let value = if *from == "f32" { f64::from(single(bits)) } else { double(bits) };
+            match *to {
+                _ if value.is_nan() => narrowed(to, nan),
+                "s32" => u64::from((value as i32).cast_unsigned()),
+                "u32" => u64::from(value as u32),
+                "s64" => (value as i64).cast_unsigned(),
+                "u64" => value as u64,
+                _ => return None,
+            }
+        }
+        _ => return None,
+    })
+}
+
+/// Puts together the parameter block of a launch, laid out as the program says.
+pub struct ParamBlock<'e> {
+    emulator: &'e Emulator,
+    values: HashMap<String, u64>,
+}
+
+impl<'e> ParamBlock<'e> {
+    pub fn new(emulator: &'e Emulator) -> ParamBlock<'e> {
+        ParamBlock { emulator, values: HashMap::new() }
+    }
+
+    pub fn set(&mut self, name: &str, bits: u64) -> &mut Self {
+        self.values.insert(name.to_owned(), bits);
+        self
+    }
+
+    pub fn bytes(&self) -> Vec<u8> {
+        let mut block = Vec::new();
+        for (name, offset, size) in &self.emulator.unit.params {
+            block.resize(*offset, 0);
+            let bits = self.values.get(name).copied().unwrap_or(0);
+            block.extend_from_slice(&bits.to_le_bytes()[..*size]);
+        }
+        block
+    }
+}

@@ -1,0 +1,265 @@
+//! What is known about registers, whatever path was taken: where an address comes from, how it is aligned, and whether a
+//! float's NaN is one that was computed. Each is found by going over the operations until nothing changes.
+//!
+//! Nothing here is needed for safety: the fence checks every access in any case, against the window that is named here or
+//! against all of them. Where an address comes from must be right for results to be right: an access through the wrong
+//! window would trap.
+
+use crate::ir::{Bin, Body, Op, Reg, Ty, Un, low_half};
+
+/// Going over the operations this often finds nearly everything; what still changes then is taken to be unknown. Code that
+/// needs more is made to.
+const ROUNDS_MAX: usize = 12;
+
+/// What an address is computed from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    Param(u16),
+    Stack,
+    Shared,
+}
+
+/// A sum of addresses and numbers: which addresses, and how often each. `p + (q - p)` comes from `q`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    /// Not assigned yet, as far as is known.
+    Unset,
+    Sum([Option<(Source, i8)>; 2]),
+    Unknown,
+}
+
+const NUMBER: Origin = Origin::Sum([None, None]);
+
+impl Origin {
+    fn from(source: Source) -> Origin {
+        Origin::Sum([Some((source, 1)), None])
+    }
+
+    fn join(self, other: Origin) -> Origin {
+        match (self, other) {
+            (Origin::Unset, other) | (other, Origin::Unset) => other,
+            (a, b) if a == b => a,
+            _ => Origin::Unknown,
+        }
+    }
+
+    fn plus(self, other: Origin, sign: i8) -> Origin {
+        let (Origin::Sum(a), Origin::Sum(b)) = (self, other) else {
+            return if self == Origin::Unset || other == Origin::Unset { Origin::Unset } else { Origin::Unknown };
+        };
+        let mut terms: Vec<(Source, i8)> = a.into_iter().flatten().collect();
+        for (source, times) in b.into_iter().flatten() {
+            match terms.iter_mut().find(|(own, _)| *own == source) {
+                Some((_, own)) => *own += times * sign,
+                None => terms.push((source, times * sign)),
+            }
+        }
+        terms.retain(|(_, times)| *times != 0);
+        match terms.as_slice() {
+            [] => NUMBER,
+            [one] if one.1.abs() <= 2 => Origin::Sum([Some(*one), None]),
+            [one, two] if one.1.abs() <= 2 && two.1.abs() <= 2 => {
+                // In one order, so that equal sums are equal.
+                let in_order = order(one.0) < order(two.0);
+                let (first, second) = if in_order { (one, two) } else { (two, one) };
+                Origin::Sum([Some(*first), Some(*second)])
+            }
+            _ => Origin::Unknown,
+        }
+    }
+}
+
+fn order(source: Source) -> u32 {
+    match source {
+        Source::Param(n) => u32::from(n),
+        Source::Stack => 1 << 16,
+        Source::Shared => 1 << 17,
+    }
+}
+
+/// Whether a float's bits can be a NaN, and of which kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Nan {
+    /// One whose bits must be kept: it was loaded, or made from an integer.
+    raw: bool,
+    /// One that an operation made, whose bits are whatever the device makes them until they are looked at.
+    computed: bool,
+}
+
+pub(crate) struct Facts {
+    origins: Vec<Origin>,
+    /// The number of low bits that are zero.
+    zeros: Vec<u8>,
+    nans: Vec<Nan>,
+    /// Of registers that are assigned once, and a constant then.
+    constants: Vec<Option<u64>>,
+}
+
+impl Facts {
+    /// `windows` are the parameters that are addresses of windows, all of them aligned to 16 bytes.
+    pub(crate) fn of(body: &Body, windows: &[bool]) -> Facts {
+        let count = body.types.len();
+        let mut facts = Facts {
+            origins: vec![Origin::Unset; count],
+            zeros: vec![32; count],
+            nans: vec![Nan::default(); count],
+            constants: constants(body),
+        };
+        for (n, reg) in body.params.iter().enumerate() {
+            let is_window = windows.get(n).copied().unwrap_or(false);
+            let at = reg.0 as usize;
+            facts.origins[at] = match u16::try_from(n) {
+                Ok(n) if is_window => Origin::from(Source::Param(n)),
+                _ => NUMBER,
+            };
+            facts.zeros[at] = if is_window { 4 } else { 0 };
+            facts.nans[at].raw = body.ty(*reg).is_float();
+        }
+        let mut rounds = 0;
+        while facts.round(body) {
+            rounds += 1;
+            if rounds == ROUNDS_MAX {
+                facts.give_up(body);
+                break;
+            }
+        }
+        facts
+    }
+
+    /// Goes over the operations once. Whether anything changed.
+    fn round(&mut self, body: &Body) -> bool {
+        let mut has_changed = false;
+        for op in &body.ops {
+            let Some(to) = op.to() else { continue };
+            let at = to.0 as usize;
+            let origin = match body.stack_pointer == Some(to) {
+                true => Origin::from(Source::Stack),
+                false => self.origins[at].join(self.origin(op)),
+            };
+            let zeros = self.zeros[at].min(self.low_zeros(op));
+            let (nan, more) = (self.nans[at], self.nan(body, op));
+            let nan = Nan { raw: nan.raw | more.raw, computed: nan.computed | more.computed };
+            has_changed |= origin != self.origins[at] || zeros != self.zeros[at] || nan != self.nans[at];
+            (self.origins[at], self.zeros[at], self.nans[at]) = (origin, zeros, nan);
+        }
+        has_changed
+    }
+
+    /// What has not settled is taken to be unknown, until that has settled.
+    fn give_up(&mut self, body: &Body) {
+        let before = (self.origins.clone(), self.zeros.clone());
+        self.round(body);
+        for at in 0..self.origins.len() {
+            if self.origins[at] != before.0[at] || self.zeros[at] != before.1[at] {
+                (self.origins, self.zeros) = (vec![Origin::Unknown; self.origins.len()], vec![0; self.zeros.len()]);
+                break;
+            }
+        }
+        // Only ever more; a register has two of them, so that this ends.
+        for nan in &mut self.nans {
+            *nan = Nan { raw: true, computed: true };
+        }
+    }
+
+    fn origin(&self, op: &Op) -> Origin {
+        let of = |reg: &Reg| self.origins[reg.0 as usize];
+        match op {
+            Op::Move { from, .. } => of(from),
+            Op::Bin { op: Bin::I32Add, a, b, .. } => of(a).plus(of(b), 1),
+            Op::Bin { op: Bin::I32Sub, a, b, .. } => of(a).plus(of(b), -1),
+            // Rounding an address down leaves it the same address's.
+            Op::Bin { op: Bin::I32And, a, b, .. } => match (of(a), of(b)) {
+                (Origin::Unset, _) | (_, Origin::Unset) => Origin::Unset,
+                (pointer, NUMBER) | (NUMBER, pointer) => pointer,
+                _ => Origin::Unknown,
+            },
+            Op::Select { a, b, .. } => of(a).join(of(b)),
+            Op::Shared { .. } => Origin::from(Source::Shared),
+            _ => NUMBER,
+        }
+    }
+
+    fn low_zeros(&self, op: &Op) -> u8 {
+        let of = |reg: &Reg| self.zeros[reg.0 as usize];
+        match op {
+            Op::Const { bits, .. } => u8::try_from((*bits | 1 << 32).trailing_zeros()).unwrap_or(0),
+            Op::Move { from, .. } => of(from),
+            Op::Bin { op: Bin::I32Add | Bin::I32Sub | Bin::I32Or | Bin::I32Xor, a, b, .. } => of(a).min(of(b)),
+            Op::Bin { op: Bin::I32And, a, b, .. } => of(a).max(of(b)),
+            Op::Bin { op: Bin::I32Mul, a, b, .. } => of(a).saturating_add(of(b)).min(32),
+            Op::Bin { op: Bin::I32Shl, a, b, .. } => match self.constant(*b) {
+                Some(by) => of(a).saturating_add((by & 31) as u8).min(32),
+                None => of(a),
+            },
+            Op::Select { a, b, .. } => of(a).min(of(b)),
+            Op::Un { op: Un::I32WrapI64, .. } => 0,
+            Op::Shared { .. } => 4,
+            _ => 0,
+        }
+    }
+
+    fn nan(&self, body: &Body, op: &Op) -> Nan {
+        let of = |reg: &Reg| self.nans[reg.0 as usize];
+        let (raw, computed) = (Nan { raw: true, computed: false }, Nan { raw: false, computed: true });
+        match op {
+            Op::Const { to, bits } => match body.ty(*to) {
+                Ty::F32 if f32::from_bits(low_half(*bits)).is_nan() => raw,
+                Ty::F64 if f64::from_bits(*bits).is_nan() => raw,
+                _ => Nan::default(),
+            },
+            Op::Move { from, .. } => of(from),
+            Op::Select { a, b, .. } => Nan { raw: of(a).raw | of(b).raw, computed: of(a).computed | of(b).computed },
+            Op::Un { op: Un::F32Neg | Un::F32Abs | Un::F64Neg | Un::F64Abs, a, .. } => of(a),
+            Op::Un { op: Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => raw,
+            Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => raw,
+            Op::Un { op, .. } if op.to().is_float() => computed,
+            Op::Bin { op, .. } if op.to().is_float() => computed,
+            Op::Math { .. } => computed,
+            Op::Load { to, .. } if body.ty(*to).is_float() => raw,
+            _ => Nan::default(),
+        }
+    }
+
+    pub(crate) fn constant(&self, reg: Reg) -> Option<u64> {
+        self.constants[reg.0 as usize]
+    }
+
+    /// Where an address comes from, if from one place only.
+    pub(crate) fn source(&self, reg: Reg) -> Option<Source> {
+        match self.origins[reg.0 as usize] {
+            Origin::Sum([Some((source, 1)), None]) => Some(source),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn is_aligned(&self, reg: Reg, bytes: u32) -> bool {
+        1_u64 << self.zeros[reg.0 as usize].min(32) >= u64::from(bytes)
+    }
+
+    /// Whether a NaN in the register has to be made the one NaN before its bits are looked at.
+    pub(crate) fn is_computed(&self, reg: Reg) -> bool {
+        let nan = self.nans[reg.0 as usize];
+        nan.computed && !nan.raw
+    }
+
+    /// Whether the register also holds NaNs whose bits must be kept, so that computed ones are made the one NaN as they come.
+    pub(crate) fn is_mixed(&self, reg: Reg) -> bool {
+        let nan = self.nans[reg.0 as usize];
+        nan.computed && nan.raw
+    }
+}
+
+fn constants(body: &Body) -> Vec<Option<u64>> {
+    let mut constants = vec![None; body.types.len()];
+    let mut is_assigned = vec![false; body.types.len()];
+    body.params.iter().for_each(|reg| is_assigned[reg.0 as usize] = true);
+    for op in &body.ops {
+        let Some(to) = op.to() else { continue };
+        constants[to.0 as usize] = match op {
+            Op::Const { bits, .. } if !is_assigned[to.0 as usize] => Some(*bits),
+            _ => None,
+        };
+        is_assigned[to.0 as usize] = true;
+    }
+    constants
+}

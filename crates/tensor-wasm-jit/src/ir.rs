@@ -1,0 +1,575 @@
+//! The operations of a kernel between Wasm and PTX, all of them listed here. A kernel is one flat list of operations over
+//! typed registers, with the structure of Wasm's control flow kept: what a kernel calls is part of it already.
+//!
+//! A register is assigned by one operation, or by moves where paths meet. What is known about registers is found by
+//! `facts.rs`.
+
+use wasmparser::Operator;
+
+/// The type of a register, or of a kernel's parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Ty {
+    I32,
+    I64,
+    F32,
+    F64,
+}
+
+impl Ty {
+    pub(crate) fn bytes(self) -> u32 {
+        match self {
+            Ty::I32 | Ty::F32 => 4,
+            Ty::I64 | Ty::F64 => 8,
+        }
+    }
+
+    pub(crate) fn is_float(self) -> bool {
+        matches!(self, Ty::F32 | Ty::F64)
+    }
+}
+
+/// The lower half of a register's bits.
+pub(crate) fn low_half(bits: u64) -> u32 {
+    u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(0)
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Reg(pub u32);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Label(pub u32);
+
+/// A place in the source that may trap: an index into the kernel's list of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Site(pub u32);
+
+/// Why a work item trapped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u32)]
+pub enum TrapKind {
+    Unreachable = 1,
+    DivideByZero = 2,
+    IntegerOverflow = 3,
+    BadConversion = 4,
+    OutOfBounds = 5,
+    WriteToConstant = 6,
+    UnalignedAtomic = 7,
+    NoSuchFunction = 8,
+    WrongFunctionType = 9,
+    Deadline = 10,
+    Cancelled = 11,
+    Recursion = 12,
+}
+
+impl TrapKind {
+    pub const ALL: [TrapKind; 12] = [
+        TrapKind::Unreachable,
+        TrapKind::DivideByZero,
+        TrapKind::IntegerOverflow,
+        TrapKind::BadConversion,
+        TrapKind::OutOfBounds,
+        TrapKind::WriteToConstant,
+        TrapKind::UnalignedAtomic,
+        TrapKind::NoSuchFunction,
+        TrapKind::WrongFunctionType,
+        TrapKind::Deadline,
+        TrapKind::Cancelled,
+        TrapKind::Recursion,
+    ];
+
+    pub fn of(code: u32) -> Option<TrapKind> {
+        TrapKind::ALL.into_iter().find(|kind| *kind as u32 == code)
+    }
+
+    pub fn what(self) -> &'static str {
+        match self {
+            TrapKind::Unreachable => "unreachable code was reached",
+            TrapKind::DivideByZero => "integer divide by zero",
+            TrapKind::IntegerOverflow => "integer overflow",
+            TrapKind::BadConversion => "invalid conversion to integer",
+            TrapKind::OutOfBounds => "out of bounds memory access",
+            TrapKind::WriteToConstant => "a write to the module's constant data",
+            TrapKind::UnalignedAtomic => "unaligned atomic",
+            TrapKind::NoSuchFunction => "undefined element",
+            TrapKind::WrongFunctionType => "indirect call type mismatch",
+            TrapKind::Deadline => "the deadline passed",
+            TrapKind::Cancelled => "the launch was cancelled",
+            TrapKind::Recursion => "a function called itself through the table",
+        }
+    }
+}
+
+macro_rules! operations {
+    ($(#[$doc:meta])* $name:ident { $($op:ident $wasm:literal $($from:ident)+ => $to:ident,)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub(crate) enum $name { $($op,)* }
+
+        #[allow(dead_code, reason = "not every table is asked for every column")]
+        impl $name {
+            pub(crate) const ALL: &[$name] = &[$($name::$op,)*];
+
+            /// As the text format of Wasm spells it.
+            pub(crate) fn name(self) -> &'static str {
+                match self { $($name::$op => $wasm,)* }
+            }
+
+            /// The type of its operands.
+            pub(crate) fn from(self) -> Ty {
+                match self { $($name::$op => operations!(@first $($from)+),)* }
+            }
+
+            pub(crate) fn to(self) -> Ty {
+                match self { $($name::$op => Ty::$to,)* }
+            }
+        }
+    };
+    (@first $first:ident $($rest:ident)*) => { Ty::$first };
+    // Those that are instructions of Wasm.
+    (instructions: $(#[$doc:meta])* $name:ident { $($op:ident $wasm:literal $($from:ident)+ => $to:ident,)* }) => {
+        operations! { $(#[$doc])* $name { $($op $wasm $($from)+ => $to,)* } }
+
+        impl $name {
+            pub(crate) fn of(operator: &Operator<'_>) -> Option<$name> {
+                match operator {
+                    $(Operator::$op => Some($name::$op),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+operations! {
+    instructions:
+    /// One operand.
+    Un {
+        I32Clz "i32.clz" I32 => I32,
+        I32Ctz "i32.ctz" I32 => I32,
+        I32Popcnt "i32.popcnt" I32 => I32,
+        I32Eqz "i32.eqz" I32 => I32,
+        I32Extend8S "i32.extend8_s" I32 => I32,
+        I32Extend16S "i32.extend16_s" I32 => I32,
+        I64Clz "i64.clz" I64 => I64,
+        I64Ctz "i64.ctz" I64 => I64,
+        I64Popcnt "i64.popcnt" I64 => I64,
+        I64Eqz "i64.eqz" I64 => I32,
+        I64Extend8S "i64.extend8_s" I64 => I64,
+        I64Extend16S "i64.extend16_s" I64 => I64,
+        I64Extend32S "i64.extend32_s" I64 => I64,
+        F32Abs "f32.abs" F32 => F32,
+        F32Neg "f32.neg" F32 => F32,
+        F32Ceil "f32.ceil" F32 => F32,
+        F32Floor "f32.floor" F32 => F32,
+        F32Trunc "f32.trunc" F32 => F32,
+        F32Nearest "f32.nearest" F32 => F32,
+        F32Sqrt "f32.sqrt" F32 => F32,
+        F64Abs "f64.abs" F64 => F64,
+        F64Neg "f64.neg" F64 => F64,
+        F64Ceil "f64.ceil" F64 => F64,
+        F64Floor "f64.floor" F64 => F64,
+        F64Trunc "f64.trunc" F64 => F64,
+        F64Nearest "f64.nearest" F64 => F64,
+        F64Sqrt "f64.sqrt" F64 => F64,
+        I32WrapI64 "i32.wrap_i64" I64 => I32,
+        I64ExtendI32S "i64.extend_i32_s" I32 => I64,
+        I64ExtendI32U "i64.extend_i32_u" I32 => I64,
+        I32TruncF32S "i32.trunc_f32_s" F32 => I32,
+        I32TruncF32U "i32.trunc_f32_u" F32 => I32,
+        I32TruncF64S "i32.trunc_f64_s" F64 => I32,
+        I32TruncF64U "i32.trunc_f64_u" F64 => I32,
+        I64TruncF32S "i64.trunc_f32_s" F32 => I64,
+        I64TruncF32U "i64.trunc_f32_u" F32 => I64,
+        I64TruncF64S "i64.trunc_f64_s" F64 => I64,
+        I64TruncF64U "i64.trunc_f64_u" F64 => I64,
+        I32TruncSatF32S "i32.trunc_sat_f32_s" F32 => I32,
+        I32TruncSatF32U "i32.trunc_sat_f32_u" F32 => I32,
+        I32TruncSatF64S "i32.trunc_sat_f64_s" F64 => I32,
+        I32TruncSatF64U "i32.trunc_sat_f64_u" F64 => I32,
+        I64TruncSatF32S "i64.trunc_sat_f32_s" F32 => I64,
+        I64TruncSatF32U "i64.trunc_sat_f32_u" F32 => I64,
+        I64TruncSatF64S "i64.trunc_sat_f64_s" F64 => I64,
+        I64TruncSatF64U "i64.trunc_sat_f64_u" F64 => I64,
+        F32ConvertI32S "f32.convert_i32_s" I32 => F32,
+        F32ConvertI32U "f32.convert_i32_u" I32 => F32,
+        F32ConvertI64S "f32.convert_i64_s" I64 => F32,
+        F32ConvertI64U "f32.convert_i64_u" I64 => F32,
+        F64ConvertI32S "f64.convert_i32_s" I32 => F64,
+        F64ConvertI32U "f64.convert_i32_u" I32 => F64,
+        F64ConvertI64S "f64.convert_i64_s" I64 => F64,
+        F64ConvertI64U "f64.convert_i64_u" I64 => F64,
+        F32DemoteF64 "f32.demote_f64" F64 => F32,
+        F64PromoteF32 "f64.promote_f32" F32 => F64,
+        I32ReinterpretF32 "i32.reinterpret_f32" F32 => I32,
+        I64ReinterpretF64 "i64.reinterpret_f64" F64 => I64,
+        F32ReinterpretI32 "f32.reinterpret_i32" I32 => F32,
+        F64ReinterpretI64 "f64.reinterpret_i64" I64 => F64,
+    }
+}
+
+operations! {
+    instructions:
+    /// Two operands of one type.
+    Bin {
+        I32Add "i32.add" I32 I32 => I32,
+        I32Sub "i32.sub" I32 I32 => I32,
+        I32Mul "i32.mul" I32 I32 => I32,
+        I32DivS "i32.div_s" I32 I32 => I32,
+        I32DivU "i32.div_u" I32 I32 => I32,
+        I32RemS "i32.rem_s" I32 I32 => I32,
+        I32RemU "i32.rem_u" I32 I32 => I32,
+        I32And "i32.and" I32 I32 => I32,
+        I32Or "i32.or" I32 I32 => I32,
+        I32Xor "i32.xor" I32 I32 => I32,
+        I32Shl "i32.shl" I32 I32 => I32,
+        I32ShrS "i32.shr_s" I32 I32 => I32,
+        I32ShrU "i32.shr_u" I32 I32 => I32,
+        I32Rotl "i32.rotl" I32 I32 => I32,
+        I32Rotr "i32.rotr" I32 I32 => I32,
+        I32Eq "i32.eq" I32 I32 => I32,
+        I32Ne "i32.ne" I32 I32 => I32,
+        I32LtS "i32.lt_s" I32 I32 => I32,
+        I32LtU "i32.lt_u" I32 I32 => I32,
+        I32GtS "i32.gt_s" I32 I32 => I32,
+        I32GtU "i32.gt_u" I32 I32 => I32,
+        I32LeS "i32.le_s" I32 I32 => I32,
+        I32LeU "i32.le_u" I32 I32 => I32,
+        I32GeS "i32.ge_s" I32 I32 => I32,
+        I32GeU "i32.ge_u" I32 I32 => I32,
+        I64Add "i64.add" I64 I64 => I64,
+        I64Sub "i64.sub" I64 I64 => I64,
+        I64Mul "i64.mul" I64 I64 => I64,
+        I64DivS "i64.div_s" I64 I64 => I64,
+        I64DivU "i64.div_u" I64 I64 => I64,
+        I64RemS "i64.rem_s" I64 I64 => I64,
+        I64RemU "i64.rem_u" I64 I64 => I64,
+        I64And "i64.and" I64 I64 => I64,
+        I64Or "i64.or" I64 I64 => I64,
+        I64Xor "i64.xor" I64 I64 => I64,
+        I64Shl "i64.shl" I64 I64 => I64,
+        I64ShrS "i64.shr_s" I64 I64 => I64,
+        I64ShrU "i64.shr_u" I64 I64 => I64,
+        I64Rotl "i64.rotl" I64 I64 => I64,
+        I64Rotr "i64.rotr" I64 I64 => I64,
+        I64Eq "i64.eq" I64 I64 => I32,
+        I64Ne "i64.ne" I64 I64 => I32,
+        I64LtS "i64.lt_s" I64 I64 => I32,
+        I64LtU "i64.lt_u" I64 I64 => I32,
+        I64GtS "i64.gt_s" I64 I64 => I32,
+        I64GtU "i64.gt_u" I64 I64 => I32,
+        I64LeS "i64.le_s" I64 I64 => I32,
+        I64LeU "i64.le_u" I64 I64 => I32,
+        I64GeS "i64.ge_s" I64 I64 => I32,
+        I64GeU "i64.ge_u" I64 I64 => I32,
+        F32Add "f32.add" F32 F32 => F32,
+        F32Sub "f32.sub" F32 F32 => F32,
+        F32Mul "f32.mul" F32 F32 => F32,
+        F32Div "f32.div" F32 F32 => F32,
+        F32Min "f32.min" F32 F32 => F32,
+        F32Max "f32.max" F32 F32 => F32,
+        F32Copysign "f32.copysign" F32 F32 => F32,
+        F32Eq "f32.eq" F32 F32 => I32,
+        F32Ne "f32.ne" F32 F32 => I32,
+        F32Lt "f32.lt" F32 F32 => I32,
+        F32Gt "f32.gt" F32 F32 => I32,
+        F32Le "f32.le" F32 F32 => I32,
+        F32Ge "f32.ge" F32 F32 => I32,
+        F64Add "f64.add" F64 F64 => F64,
+        F64Sub "f64.sub" F64 F64 => F64,
+        F64Mul "f64.mul" F64 F64 => F64,
+        F64Div "f64.div" F64 F64 => F64,
+        F64Min "f64.min" F64 F64 => F64,
+        F64Max "f64.max" F64 F64 => F64,
+        F64Copysign "f64.copysign" F64 F64 => F64,
+        F64Eq "f64.eq" F64 F64 => I32,
+        F64Ne "f64.ne" F64 F64 => I32,
+        F64Lt "f64.lt" F64 F64 => I32,
+        F64Gt "f64.gt" F64 F64 => I32,
+        F64Le "f64.le" F64 F64 => I32,
+        F64Ge "f64.ge" F64 F64 => I32,
+    }
+}
+
+operations! {
+    /// Functions of module `kernel` that compute something of one or more numbers of one type.
+    Math {
+        FmaF32 "fma_f32" F32 F32 F32 => F32,
+        FmaF64 "fma_f64" F64 F64 F64 => F64,
+        SqrtF32 "sqrt_f32" F32 => F32,
+        SqrtF64 "sqrt_f64" F64 => F64,
+        RsqrtF32 "rsqrt_f32" F32 => F32,
+        RsqrtF64 "rsqrt_f64" F64 => F64,
+    }
+}
+
+impl Math {
+    pub(crate) fn operands(self) -> usize {
+        match self {
+            Math::FmaF32 | Math::FmaF64 => 3,
+            Math::SqrtF32 | Math::SqrtF64 | Math::RsqrtF32 | Math::RsqrtF64 => 1,
+        }
+    }
+
+    pub(crate) fn named(name: &str) -> Option<Math> {
+        Math::ALL.iter().copied().find(|math| math.name() == name)
+    }
+}
+
+/// What a work item knows about where it is, in one of three dimensions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Id {
+    Global,
+    Local,
+    Group,
+    LocalSize,
+    GlobalSize,
+    Groups,
+}
+
+impl Id {
+    pub(crate) fn named(name: &str) -> Option<Id> {
+        Some(match name {
+            "global_id" => Id::Global,
+            "local_id" => Id::Local,
+            "group_id" => Id::Group,
+            "local_size" => Id::LocalSize,
+            "global_size" => Id::GlobalSize,
+            "num_groups" => Id::Groups,
+            _ => return None,
+        })
+    }
+}
+
+/// How many bytes of memory a load or store moves, and how a load extends them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Access {
+    pub bytes: u32,
+    pub is_signed: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rmw {
+    Add,
+    Sub,
+    And,
+    Or,
+    Xor,
+    Exchange,
+    /// Compares with the third operand first.
+    CompareExchange,
+}
+
+/// An address: a register and what is added to it, without wrapping around.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub base: Reg,
+    pub offset: u32,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Op {
+    Const {
+        to: Reg,
+        bits: u64,
+    },
+    Move {
+        to: Reg,
+        from: Reg,
+    },
+    Un {
+        op: Un,
+        to: Reg,
+        a: Reg,
+        site: Site,
+    },
+    Bin {
+        op: Bin,
+        to: Reg,
+        a: Reg,
+        b: Reg,
+        site: Site,
+    },
+    Math {
+        op: Math,
+        to: Reg,
+        operands: [Reg; 3],
+    },
+    /// `a` where the condition is not zero, else `b`.
+    Select {
+        to: Reg,
+        condition: Reg,
+        a: Reg,
+        b: Reg,
+    },
+    /// Dimensions other than 0, 1 and 2 have one item of number 0.
+    Id {
+        id: Id,
+        to: Reg,
+        dimension: Reg,
+    },
+    /// The address of the group's shared memory.
+    Shared {
+        to: Reg,
+    },
+    Barrier {
+        site: Site,
+    },
+    Load {
+        to: Reg,
+        access: Access,
+        at: Address,
+        site: Site,
+    },
+    Store {
+        access: Access,
+        at: Address,
+        value: Reg,
+        site: Site,
+    },
+    AtomicLoad {
+        to: Reg,
+        access: Access,
+        at: Address,
+        site: Site,
+    },
+    AtomicStore {
+        access: Access,
+        at: Address,
+        value: Reg,
+        site: Site,
+    },
+    Atomic {
+        op: Rmw,
+        to: Reg,
+        access: Access,
+        at: Address,
+        value: Reg,
+        expected: Reg,
+        site: Site,
+    },
+    /// Traps unless so many bytes lie in one region; none always do.
+    CheckRange {
+        start: Reg,
+        count: Reg,
+        is_write: bool,
+        site: Site,
+    },
+    Fence,
+    Trap {
+        kind: TrapKind,
+        site: Site,
+    },
+    /// A branch to its label goes to its end.
+    Block {
+        label: Label,
+    },
+    /// A branch to its label goes to its beginning.
+    Loop {
+        label: Label,
+    },
+    If {
+        condition: Reg,
+        label: Label,
+    },
+    Else {
+        label: Label,
+    },
+    End {
+        label: Label,
+    },
+    Branch {
+        label: Label,
+    },
+    BranchIf {
+        condition: Reg,
+        label: Label,
+    },
+    /// The last label is where every other index goes.
+    BranchTable {
+        index: Reg,
+        labels: Vec<Label>,
+    },
+    /// Ends the work item.
+    Return,
+}
+
+/// A kernel, with everything it calls.
+#[derive(Debug, Clone)]
+pub(crate) struct Body {
+    pub name: String,
+    pub params: Vec<Reg>,
+    pub types: Vec<Ty>,
+    pub ops: Vec<Op>,
+    pub sites: Vec<crate::refusal::Place>,
+    pub shared_bytes: u32,
+    /// The private stack: where it ends, and how much of it is used.
+    pub stack_top: u32,
+    pub stack_bytes: u32,
+    /// The register that holds the address of the stack.
+    pub stack_pointer: Option<Reg>,
+    /// Constant data, and the address at which it begins.
+    pub data: Vec<u8>,
+    pub data_address: u32,
+}
+
+impl Op {
+    /// The register it assigns.
+    pub(crate) fn to(&self) -> Option<Reg> {
+        match self {
+            Op::Const { to, .. }
+            | Op::Move { to, .. }
+            | Op::Un { to, .. }
+            | Op::Bin { to, .. }
+            | Op::Math { to, .. }
+            | Op::Select { to, .. }
+            | Op::Id { to, .. }
+            | Op::Shared { to }
+            | Op::Load { to, .. }
+            | Op::AtomicLoad { to, .. }
+            | Op::Atomic { to, .. } => Some(*to),
+            _ => None,
+        }
+    }
+}
+
+impl Body {
+    pub(crate) fn ty(&self, reg: Reg) -> Ty {
+        self.types[reg.0 as usize]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Program;
+
+    fn ty(ty: Ty) -> &'static str {
+        match ty {
+            Ty::I32 => "i32",
+            Ty::I64 => "i64",
+            Ty::F32 => "f32",
+            Ty::F64 => "f64",
+        }
+    }
+
+    /// Every instruction in the tables is one of Wasm's, of the types that the tables say, and is compiled.
+    #[test]
+    fn the_tables_say_what_wasm_says() {
+        let mut functions = String::new();
+        for op in Un::ALL {
+            let (name, from, to) = (op.name(), ty(op.from()), ty(op.to()));
+            functions += &format!(r#"(func (export "{name}") (param {from}) (result {to}) ({name} (local.get 0)))"#);
+        }
+        for op in Bin::ALL {
+            let (name, from, to) = (op.name(), ty(op.from()), ty(op.to()));
+            functions += &format!(
+                r#"(func (export "{name}") (param {from} {from}) (result {to}) ({name} (local.get 0) (local.get 1)))"#
+            );
+        }
+        let wasm = wat::parse_str(format!("(module {functions})")).unwrap();
+        let program = Program::read(&wasm).unwrap();
+        for name in Un::ALL.iter().map(|op| op.name()).chain(Bin::ALL.iter().map(|op| op.name())) {
+            program.compile_call(name).unwrap();
+        }
+    }
+}

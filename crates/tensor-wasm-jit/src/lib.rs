@@ -1,0 +1,59 @@
+//! Kernels are Wasm: compiles the kernels of a core Wasm module to PTX that cannot leave the memory it is given and cannot
+//! run for ever, and runs that PTX in an emulator where there is no GPU. A pure function of its input: no I/O, no threads, no
+//! unsafe code, no panics.
+//!
+//! ```text
+//! bytes → Program (profile) → Body (lower) → Facts → PTX (ptx) → KernelImage
+//! ```
+
+pub mod emulate;
+mod facts;
+mod image;
+mod instructions;
+mod ir;
+mod loops;
+mod lower;
+mod profile;
+mod ptx;
+mod refusal;
+
+pub use crate::image::{
+    BUDGET_TICKS_MAX, CONTROL, ControlLayout, KernelImage, LAUNCHES_MAX, Memory, Param, RECORD, RecordLayout, Trap,
+    budget_ticks,
+};
+pub use crate::ir::{TrapKind, Ty};
+pub use crate::lower::{OPS_MAX, SHARED_ADDRESS, SHARED_BYTES_MAX};
+pub use crate::profile::{MODULE_BYTES_MAX, Program};
+pub use crate::refusal::{Place, Refusal};
+
+impl Program<'_> {
+    /// Compiles a kernel. `windows` says which parameters are given buffers; those must be i32.
+    pub fn compile(&self, kernel: &str, windows: &[bool]) -> Result<KernelImage, Refusal> {
+        self.compile_for(kernel, windows, false)
+    }
+
+    /// The same for windows of any size, even smaller than an access ([`KernelImage::fits`]): slower.
+    pub fn compile_small(&self, kernel: &str, windows: &[bool]) -> Result<KernelImage, Refusal> {
+        self.compile_for(kernel, windows, true)
+    }
+
+    fn compile_for(&self, kernel: &str, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
+        let body = lower::lower(self, kernel)?;
+        let is_address =
+            |(n, is_window): (usize, &bool)| !is_window || body.params.get(n).map(|reg| body.ty(*reg)) == Some(Ty::I32);
+        if windows.len() != body.params.len() || !windows.iter().enumerate().all(is_address) {
+            let why =
+                format!("it has {} parameters, and buffers can only be given to those that are i32", body.params.len());
+            return Err(Refusal::NotAKernel { name: kernel.to_owned(), why });
+        }
+        Ok(ptx::emit(&body, windows, is_small))
+    }
+
+    /// Compiles any exported function, with two windows before its parameters: one for results and globals, eight bytes each
+    /// (globals from byte 512 on), and one that is the module's memory. For comparing with other engines.
+    pub fn compile_call(&self, function: &str) -> Result<KernelImage, Refusal> {
+        let body = lower::lower_call(self, function)?;
+        let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
+        Ok(ptx::emit(&body, &windows, false))
+    }
+}

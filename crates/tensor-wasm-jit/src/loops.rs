@@ -1,0 +1,283 @@
+//! Loops that count: how often they go round, and which addresses go along with the count. For those the fence looks once,
+//! before the loop, and the loop itself runs without it.
+//!
+//! Such a loop has no loop inside, goes round only from its end, and ends when a counter, to which a constant is added each
+//! time, reaches a number that does not change. An address goes along if what is added to it each time does not change
+//! either. Compilers leave loops in this form.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::ir::{Bin, Body, Label, Op, Reg, low_half};
+
+/// Loops of more operations gain little and would be there twice.
+const OPS_MAX: usize = 400;
+
+/// What is added to a register each time round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    Constant(i32),
+    /// What does not change in the loop, shifted left.
+    Register(Reg, u32),
+}
+
+/// Registers that are moved to, and from what.
+pub(crate) type Moves = Vec<(Reg, Reg)>;
+
+/// A register, how far it is shifted left, and whether it is subtracted.
+pub(crate) type Term = (Reg, u32, bool);
+
+/// An address that goes along with the count.
+#[derive(Debug, Clone)]
+pub(crate) struct Pointer {
+    /// The register that accesses use.
+    pub address: Reg,
+    /// Its value before the loop is the sum of these.
+    pub terms: Vec<Term>,
+    pub step: Step,
+    /// The end of the highest byte that is accessed, relative to the address.
+    pub high: u32,
+}
+
+/// A loop that counts.
+#[derive(Debug, Clone)]
+pub(crate) struct Counted {
+    pub label: Label,
+    /// The operations of its body, without those that go round.
+    pub body: std::ops::Range<usize>,
+    /// What is moved before it goes round.
+    pub moves: Moves,
+    /// Where its end is.
+    pub end: usize,
+    pub counter: Reg,
+    pub counter_step: i32,
+    /// What the counter is compared with; zero if with nothing.
+    pub until: Option<Reg>,
+    /// Whether it is the counter before the step that is compared.
+    pub is_before_step: bool,
+    pub pointers: Vec<Pointer>,
+    /// Labels of blocks inside.
+    pub labels: HashSet<u32>,
+}
+
+/// The counted loop that begins with an operation, if it is one.
+pub(crate) fn counted(body: &Body, start: usize, constant: impl Fn(Reg) -> Option<u64>) -> Option<Counted> {
+    let Op::Loop { label } = body.ops[start] else { return None };
+    let (end, labels) = end_of(body, start, label)?;
+    let (tail, condition, moves) = tail_of(body, start, end, label)?;
+    let inside: HashMap<Reg, usize> = (start + 1..end).filter_map(|n| body.ops[n].to().map(|to| (to, n))).collect();
+    let headers: HashMap<Reg, Reg> = moves.iter().copied().collect();
+    let view = View { body, inside, headers, constant: &constant };
+    let (counter, counter_step, until, is_before_step) = view.condition(condition)?;
+    let mut pointers: HashMap<Reg, Pointer> = HashMap::new();
+    let mut failed: HashSet<Reg> = HashSet::new();
+    for op in &body.ops[start + 1..tail] {
+        let (Op::Load { at, access, .. } | Op::Store { at, access, .. }) = op else { continue };
+        if failed.contains(&at.base) {
+            continue;
+        }
+        let Some(end) = at.offset.checked_add(access.bytes).filter(|end| *end < 1 << 30) else { continue };
+        let found = pointers.entry(at.base);
+        match found {
+            std::collections::hash_map::Entry::Occupied(mut own) => {
+                let own = own.get_mut();
+                own.high = own.high.max(end);
+            }
+            std::collections::hash_map::Entry::Vacant(place) => match view.pointer(at.base) {
+                Some((terms, step)) => {
+                    place.insert(Pointer { address: at.base, terms, step, high: end });
+                }
+                None => {
+                    failed.insert(at.base);
+                }
+            },
+        }
+    }
+    let mut pointers: Vec<Pointer> = pointers.into_values().collect();
+    pointers.sort_unstable_by_key(|pointer| pointer.address);
+    Some(Counted {
+        label,
+        body: start + 1..tail,
+        moves,
+        end,
+        counter,
+        counter_step,
+        until,
+        is_before_step,
+        pointers,
+        labels,
+    })
+}
+
+/// Where a loop ends, and the blocks inside. None if something in it keeps it from being simple.
+fn end_of(body: &Body, start: usize, label: Label) -> Option<(usize, HashSet<u32>)> {
+    let mut labels = HashSet::new();
+    for (n, op) in body.ops.iter().enumerate().skip(start + 1).take(OPS_MAX) {
+        match op {
+            Op::End { label: own } if *own == label => return Some((n, labels)),
+            Op::Loop { .. } | Op::Barrier { .. } | Op::BranchTable { .. } | Op::Return => return None,
+            Op::Block { label } | Op::If { label, .. } => {
+                labels.insert(label.0);
+            }
+            _ => {}
+        }
+    }
+    None
+}
+
+/// The end of a loop: where it begins, the condition for going round, and what is moved then.
+fn tail_of(body: &Body, start: usize, end: usize, label: Label) -> Option<(usize, Reg, Moves)> {
+    let rounds = |op: &&Op| matches!(op, Op::Branch { label: own } | Op::BranchIf { label: own, .. } if *own == label);
+    if body.ops[start..end].iter().filter(rounds).count() != 1 {
+        return None;
+    }
+    if let Op::BranchIf { condition, .. } = body.ops[end - 1] {
+        return rounds(&&body.ops[end - 1]).then(|| (end - 1, condition, Vec::new()));
+    }
+    let Op::End { label: inner } = body.ops[end - 1] else { return None };
+    let mut at = end - 2;
+    if !rounds(&&body.ops[at]) {
+        return None;
+    }
+    let mut moves = Vec::new();
+    while at > start {
+        at -= 1;
+        match &body.ops[at] {
+            Op::Move { to, from } => moves.push((*to, *from)),
+            Op::If { condition, label } if *label == inner => {
+                moves.reverse();
+                return Some((at, *condition, moves));
+            }
+            _ => return None,
+        }
+    }
+    None
+}
+
+/// What the registers of a loop are.
+struct View<'b> {
+    body: &'b Body,
+    /// Registers that are assigned inside, and where.
+    inside: HashMap<Reg, usize>,
+    /// Registers that are moved to as it goes round, and from what.
+    headers: HashMap<Reg, Reg>,
+    constant: &'b dyn Fn(Reg) -> Option<u64>,
+}
+
+impl View<'_> {
+    fn is_fixed(&self, reg: Reg) -> bool {
+        !self.inside.contains_key(&reg) || (self.constant)(reg).is_some()
+    }
+
+    fn number(&self, reg: Reg) -> Option<i32> {
+        (self.constant)(reg).map(|bits| low_half(bits).cast_signed())
+    }
+
+    fn definition(&self, reg: Reg) -> Option<&Op> {
+        self.inside.get(&reg).map(|at| &self.body.ops[*at])
+    }
+
+    /// What is added to a header each time round.
+    fn step(&self, header: Reg) -> Option<Step> {
+        let next = *self.headers.get(&header)?;
+        match self.definition(next)? {
+            Op::Bin { op: Bin::I32Add, a, b, .. } => {
+                let other = if *a == header {
+                    *b
+                } else if *b == header {
+                    *a
+                } else {
+                    return None;
+                };
+                match self.number(other) {
+                    Some(number) => Some(Step::Constant(number)),
+                    None => self.is_fixed(other).then_some(Step::Register(other, 0)),
+                }
+            }
+            Op::Bin { op: Bin::I32Sub, a, b, .. } if *a == header => {
+                Some(Step::Constant(self.number(*b)?.checked_neg()?))
+            }
+            _ => None,
+        }
+    }
+
+    /// The counter, its step, what it is compared with, and whether before the step.
+    fn condition(&self, condition: Reg) -> Option<(Reg, i32, Option<Reg>, bool)> {
+        let counter = |reg: Reg| -> Option<(Reg, i32, bool)> {
+            let is_header = self.headers.contains_key(&reg);
+            let header = match is_header {
+                true => reg,
+                false => *self.headers.iter().find(|(_, next)| **next == reg)?.0,
+            };
+            let Step::Constant(step) = self.step(header)? else { return None };
+            (step != 0 && step.unsigned_abs().is_power_of_two()).then_some((header, step, is_header))
+        };
+        if let Some((header, step, is_before)) = counter(condition) {
+            return Some((header, step, None, is_before));
+        }
+        let Op::Bin { op: Bin::I32Ne, a, b, .. } = self.definition(condition)? else { return None };
+        for (own, other) in [(*a, *b), (*b, *a)] {
+            if self.is_fixed(other)
+                && let Some((header, step, is_before)) = counter(own)
+            {
+                return Some((header, step, Some(other), is_before));
+            }
+        }
+        None
+    }
+
+    /// An address as a sum of what does not change and at most one header.
+    fn pointer(&self, address: Reg) -> Option<(Vec<Term>, Step)> {
+        let (mut terms, mut step) = (Vec::new(), Step::Constant(0));
+        self.sum(address, 0, false, &mut terms, &mut step, 0)?;
+        Some((terms, step))
+    }
+
+    fn sum(
+        &self,
+        reg: Reg,
+        shift: u32,
+        is_negative: bool,
+        terms: &mut Vec<Term>,
+        step: &mut Step,
+        depth: u32,
+    ) -> Option<()> {
+        if depth > 6 || terms.len() > 6 {
+            return None;
+        }
+        if self.headers.contains_key(&reg) {
+            if *step != Step::Constant(0) {
+                return None;
+            }
+            *step = match (self.step(reg)?, is_negative) {
+                (Step::Constant(by), is_negative) => {
+                    let by = by.checked_shl(shift).filter(|shifted| shifted >> shift == by)?;
+                    Step::Constant(if is_negative { by.checked_neg()? } else { by })
+                }
+                (Step::Register(by, _), false) => Step::Register(by, shift),
+                _ => return None,
+            };
+            terms.push((reg, shift, is_negative));
+            return Some(());
+        }
+        if self.is_fixed(reg) {
+            terms.push((reg, shift, is_negative));
+            return Some(());
+        }
+        match self.definition(reg)? {
+            Op::Bin { op: Bin::I32Add, a, b, .. } => {
+                self.sum(*a, shift, is_negative, terms, step, depth + 1)?;
+                self.sum(*b, shift, is_negative, terms, step, depth + 1)
+            }
+            Op::Bin { op: Bin::I32Sub, a, b, .. } => {
+                self.sum(*a, shift, is_negative, terms, step, depth + 1)?;
+                self.sum(*b, shift, !is_negative, terms, step, depth + 1)
+            }
+            Op::Bin { op: Bin::I32Shl, a, b, .. } => {
+                let by = self.number(*b).and_then(|by| u32::try_from(by).ok()).filter(|by| by + shift < 31)?;
+                self.sum(*a, shift + by, is_negative, terms, step, depth + 1)
+            }
+            Op::Move { from, .. } => self.sum(*from, shift, is_negative, terms, step, depth + 1),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Loops that count, without a fence around each access: what they will access is looked at before.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+
+use super::{Emitter, FUEL, Fast, Region, mov_type};
+use crate::ir::{Reg, low_half};
+use crate::loops::{self, Counted, Pointer, Step};
+use crate::lower::SHARED_ADDRESS;
+
+/// Times that the body of a counted loop is there in its copy without a fence, if it is short.
+const UNROLL: u32 = 4;
+const UNROLLED_OPS_MAX: usize = 60;
+
+/// Operations of all copies together.
+const COPIED_OPS_MAX: usize = 20_000;
+
+impl Emitter<'_> {
+    /// Before a loop that counts, looks whether everything it will access is inside, and how often it goes round; if all is
+    /// well, most of it is done without a fence. What is left, if anything, is done by the loop itself.
+    pub(super) fn counted_loop(&mut self, n: usize) {
+        if self.fast.is_some() || self.copied > COPIED_OPS_MAX {
+            return;
+        }
+        let facts = &self.facts;
+        let Some(counted) = loops::counted(self.body, n, |reg| facts.constant(reg)) else { return };
+        let cost = u32::try_from(counted.end - n).unwrap_or(FUEL).clamp(1, FUEL);
+        let body_ops = counted.body.len();
+        let copies = if body_ops <= UNROLLED_OPS_MAX { UNROLL } else { 1 };
+        self.copied += body_ops * copies as usize;
+        let (ok, rounds) = self.rounds(&counted, cost, copies);
+        let mut pointers = HashMap::new();
+        let mut steps = Vec::new();
+        for pointer in &counted.pointers {
+            let Some(region) = self.region(pointer.address) else { continue };
+            let (name, step) = self.pointer(&counted, pointer, region, &ok, &rounds);
+            let space = match region {
+                Region::Window(_) => ".global",
+                Region::Stack => ".local",
+                Region::Shared => ".shared",
+            };
+            pointers.insert(pointer.address, (space, name.clone()));
+            steps.push((name, step));
+        }
+        let label = counted.label.0;
+        put!(self, "@!{ok} bra L{label};");
+        // What it costs is paid at once; a poll may be due.
+        let (price, q, left) = (self.b32(), self.pred(), self.b32());
+        put!(self, "mul.lo.s32 {price}, {rounds}, {};", cost.cast_signed());
+        put!(self, "sub.s32 %fuel, %fuel, {price};");
+        put!(self, "setp.le.s32 {q}, %fuel, 0;");
+        self.asides += 1;
+        let (poll, back) = (format!("P{}", self.asides), format!("F{label}"));
+        put!(self, "@{q} bra {poll};");
+        self.poll_aside_to(&poll, &back);
+        let _ = writeln!(self.out, "{back}:");
+        put!(self, "mov.b32 {left}, {rounds};");
+        let _ = writeln!(self.out, "G{label}:");
+        let body = self.body;
+        for copy in 0..copies {
+            let labels = counted.labels.clone();
+            self.fast = Some(Fast { labels, copy: copy as usize, pointers: pointers.clone() });
+            for at in counted.body.clone() {
+                self.one(at, &body.ops[at]);
+            }
+            self.fast = None;
+            for (to, from) in &counted.moves {
+                let (ty, to, from) = (mov_type(body.ty(*to)), self.reg(*to), self.reg(*from));
+                put!(self, "mov.{ty} {to}, {from};");
+            }
+            for (name, step) in &steps {
+                put!(self, "add.s64 {name}, {name}, {step};");
+            }
+        }
+        put!(self, "sub.s32 {left}, {left}, {copies};");
+        put!(self, "setp.ge.s32 {q}, {left}, {copies};");
+        put!(self, "@{q} bra G{label};");
+        put!(self, "setp.eq.s32 {q}, {left}, 0;");
+        put!(self, "@{q} bra D{label};");
+        self.skipped.insert(label);
+    }
+
+    /// How often a loop goes round, and whether that is so few that it need not poll.
+    pub(super) fn rounds(&mut self, counted: &Counted, cost: u32, copies: u32) -> (String, String) {
+        let (distance, ok, rounds) = (self.b32(), self.pred(), self.b32());
+        let counter = self.reg(counted.counter);
+        let until = counted.until.map_or_else(|| "0".to_owned(), |reg| self.fixed(reg));
+        match counted.counter_step > 0 {
+            true => put!(self, "sub.s32 {distance}, {until}, {counter};"),
+            false => put!(self, "sub.s32 {distance}, {counter}, {until};"),
+        }
+        let step = counted.counter_step.unsigned_abs();
+        put!(self, "shr.u32 {rounds}, {distance}, {};", step.trailing_zeros());
+        if counted.is_before_step {
+            put!(self, "add.s32 {rounds}, {rounds}, 1;");
+        }
+        put!(self, "setp.ge.u32 {ok}, {rounds}, {copies};");
+        put!(self, "setp.le.and.u32 {ok}, {rounds}, {}, {ok};", (FUEL / cost).max(1));
+        if step > 1 {
+            let rest = self.b32();
+            put!(self, "and.b32 {rest}, {distance}, {};", step - 1);
+            put!(self, "setp.eq.and.s32 {ok}, {rest}, 0, {ok};");
+        }
+        (ok, rounds)
+    }
+
+    /// A register that does not change in a loop, or the number that it is.
+    pub(super) fn fixed(&self, reg: Reg) -> String {
+        match self.facts.constant(reg) {
+            Some(bits) => low_half(bits).cast_signed().to_string(),
+            None => self.reg(reg),
+        }
+    }
+
+    /// Looks whether what an address will be stays inside its region. Returns a register with the device's address, and what
+    /// is added to it each time round.
+    pub(super) fn pointer(
+        &mut self,
+        counted: &Counted,
+        pointer: &Pointer,
+        region: Region,
+        ok: &str,
+        rounds: &str,
+    ) -> (String, String) {
+        let (first, last, times) = (self.b32(), self.b64(), self.b32());
+        put!(self, "mov.b32 {first}, 0;");
+        for (reg, shift, is_negative) in &pointer.terms {
+            // Headers hold what they hold at first.
+            let mut term = match counted.moves.iter().any(|(to, _)| to == reg) {
+                true => self.reg(*reg),
+                false => self.fixed(*reg),
+            };
+            if *shift > 0 {
+                let shifted = self.b32();
+                put!(self, "mov.b32 {shifted}, {term};");
+                put!(self, "shl.b32 {shifted}, {shifted}, {shift};");
+                term = shifted;
+            }
+            put!(self, "{}.s32 {first}, {first}, {term};", if *is_negative { "sub" } else { "add" });
+        }
+        let (start, size, device) = match region {
+            Region::Window(n) => {
+                let start = self.b32();
+                put!(self, "cvt.u32.u64 {start}, %start{n};");
+                (start, format!("%size{n}"), format!("%window{n}"))
+            }
+            Region::Stack => {
+                let start = self.body.stack_top - self.body.stack_bytes;
+                (start.cast_signed().to_string(), self.body.stack_bytes.to_string(), "%stack".to_owned())
+            }
+            Region::Shared => {
+                (SHARED_ADDRESS.cast_signed().to_string(), self.body.shared_bytes.to_string(), "%shared".to_owned())
+            }
+        };
+        put!(self, "sub.s32 {first}, {first}, {start};");
+        let (from, end, step) = (self.b64(), self.b64(), self.b64());
+        put!(self, "cvt.u64.u32 {from}, {first};");
+        match pointer.step {
+            Step::Constant(by) => put!(self, "mov.b64 {step}, {by};"),
+            Step::Register(reg, shift) => {
+                let by = self.b32();
+                let reg = self.fixed(reg);
+                put!(self, "mov.b32 {by}, {reg};");
+                if shift > 0 {
+                    put!(self, "shl.b32 {by}, {by}, {shift};");
+                }
+                put!(self, "cvt.s64.s32 {step}, {by};");
+            }
+        }
+        // Both ends of what is accessed, first and last: in between it is in between.
+        put!(self, "sub.s32 {times}, {rounds}, 1;");
+        put!(self, "cvt.u64.u32 {last}, {times};");
+        put!(self, "mul.lo.s64 {last}, {last}, {step};");
+        put!(self, "add.s64 {last}, {last}, {from};");
+        for end_of in [&from, &last] {
+            put!(self, "add.s64 {end}, {end_of}, {};", pointer.high);
+            put!(self, "setp.le.and.u64 {ok}, {end_of}, {size}, {ok};");
+            put!(self, "setp.le.and.u64 {ok}, {end}, {size}, {ok};");
+        }
+        put!(self, "add.s64 {from}, {from}, {device};");
+        (from, step_text(pointer.step, step))
+    }
+}
+
+/// A constant can be part of the instruction.
+fn step_text(step: Step, register: String) -> String {
+    match step {
+        Step::Constant(by) => by.to_string(),
+        Step::Register(..) => register,
+    }
+}

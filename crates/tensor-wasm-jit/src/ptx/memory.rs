@@ -1,0 +1,288 @@
+//! Accesses to memory, each of them fenced.
+
+use std::fmt::Write as _;
+
+use super::{Emitter, Limit, Region, Target, load_type, scope};
+use crate::facts::Source;
+use crate::ir::{Access, Address, Reg, Rmw, Site, TrapKind, Ty};
+use crate::lower::SHARED_ADDRESS;
+
+/// Offsets from this on may carry an address beyond the address space into a window. No window begins below it.
+const OFFSET_WRAPS: u32 = 1 << 16;
+
+impl Emitter<'_> {
+    pub(super) fn region(&self, base: Reg) -> Option<Region> {
+        match self.facts.source(base)? {
+            Source::Param(n) => {
+                let is_window = self.windows.get(usize::from(n)).copied().unwrap_or(false);
+                (is_window && !self.is_small).then_some(Region::Window(n))
+            }
+            Source::Stack => (self.body.stack_bytes > 0).then_some(Region::Stack),
+            Source::Shared => (self.body.shared_bytes > 0).then_some(Region::Shared),
+        }
+    }
+
+    /// Where an access goes, checked.
+    pub(super) fn target(&mut self, at: Address, bytes: u32, is_write: bool, site: Site) -> (Target, bool) {
+        let is_aligned = self.facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
+        if is_aligned && let Some((space, pointer)) = self.fast.as_ref().and_then(|fast| fast.pointers.get(&at.base)) {
+            return (Target { space, address: format!("{pointer}+{}", at.offset) }, true);
+        }
+        match self.region(at.base) {
+            Some(region) => (self.clamped(region, at, bytes, is_aligned, site), is_aligned),
+            None => (self.looked_up(at, bytes, is_write, true, site), is_aligned),
+        }
+    }
+
+    pub(super) fn limit(&mut self, region: Region, bytes: u32, is_aligned: bool, site: Site) -> usize {
+        let is_same = |limit: &Limit| limit.region == region && limit.bytes == bytes && limit.is_aligned == is_aligned;
+        self.limits.iter().position(is_same).unwrap_or_else(|| {
+            self.limits.push(Limit { region, bytes, is_aligned, site });
+            self.limits.len() - 1
+        })
+    }
+
+    /// An access that cannot leave its region, and is remembered if it would have.
+    pub(super) fn clamped(&mut self, region: Region, at: Address, bytes: u32, is_aligned: bool, site: Site) -> Target {
+        let limit = self.limit(region, bytes, is_aligned, site);
+        let (base, offset, wide) = (self.reg(at.base), self.b32(), self.b64());
+        if at.offset == 0 {
+            put!(self, "sub.s32 {offset}, {base}, %base{limit};");
+        } else {
+            put!(self, "add.s32 {offset}, {base}, {};", at.offset.cast_signed());
+            put!(self, "sub.s32 {offset}, {offset}, %base{limit};");
+        }
+        if at.offset >= OFFSET_WRAPS {
+            let q = self.pred();
+            put!(self, "setp.gt.u32 {q}, {base}, {};", u32::MAX - at.offset);
+            put!(self, "selp.b32 {offset}, -1, {offset}, {q};");
+        }
+        put!(self, "max.u32 %worst{limit}, %worst{limit}, {offset};");
+        put!(self, "min.u32 {offset}, {offset}, %limit{limit};");
+        put!(self, "cvt.u64.u32 {wide}, {offset};");
+        let (space, start) = match region {
+            Region::Window(n) => (".global", format!("%window{n}")),
+            Region::Stack => (".local", "%stack".to_owned()),
+            Region::Shared => (".shared", "%shared".to_owned()),
+        };
+        put!(self, "add.s64 {wide}, {wide}, {start};");
+        Target { space, address: wide }
+    }
+
+    /// An access by an address that may be of any region. Traps at once.
+    pub(super) fn looked_up(
+        &mut self,
+        at: Address,
+        bytes: u32,
+        is_write: bool,
+        may_be_private: bool,
+        site: Site,
+    ) -> Target {
+        let (base, address, found) = (self.reg(at.base), self.b64(), self.b64());
+        put!(self, "cvt.u64.u32 {address}, {base};");
+        if at.offset > 0 {
+            put!(self, "add.s64 {address}, {address}, {};", at.offset);
+        }
+        put!(self, "mov.b64 {found}, 0;");
+        for (start, size, pointer) in &self.regions(is_write, may_be_private) {
+            let (offset, end, q, whole) = (self.b64(), self.b64(), self.pred(), self.b64());
+            put!(self, "sub.s64 {offset}, {address}, {start};");
+            put!(self, "add.s64 {end}, {offset}, {bytes};");
+            put!(self, "setp.lt.u64 {q}, {offset}, {size};");
+            put!(self, "setp.le.and.u64 {q}, {end}, {size}, {q};");
+            put!(self, "add.s64 {whole}, {pointer}, {offset};");
+            put!(self, "selp.b64 {found}, {whole}, {found}, {q};");
+        }
+        let body = self.body;
+        if is_write && !body.data.is_empty() {
+            let (offset, q, trap) = (self.b64(), self.pred(), self.trap(TrapKind::WriteToConstant, site));
+            put!(self, "sub.s64 {offset}, {address}, {};", body.data_address);
+            put!(self, "setp.lt.u64 {q}, {offset}, {};", body.data.len());
+            put!(self, "@{q} bra {trap};");
+        }
+        let (q, trap) = (self.pred(), self.trap(TrapKind::OutOfBounds, site));
+        put!(self, "setp.eq.s64 {q}, {found}, 0;");
+        put!(self, "@{q} bra {trap};");
+        Target { space: "", address: found }
+    }
+
+    /// Everything an address may be in: where it starts, its size, and a pointer to it.
+    pub(super) fn regions(&self, is_write: bool, may_be_private: bool) -> Vec<(String, String, String)> {
+        let windows = self.windows.iter().enumerate().filter(|(_, is_window)| **is_window);
+        let mut regions: Vec<(String, String, String)> =
+            windows.map(|(n, _)| (format!("%start{n}"), format!("%size{n}"), format!("%window{n}"))).collect();
+        let body = self.body;
+        if body.shared_bytes > 0 {
+            regions.push((SHARED_ADDRESS.to_string(), body.shared_bytes.to_string(), "%gshared".to_owned()));
+        }
+        if body.stack_bytes > 0 && may_be_private {
+            let start = (body.stack_top - body.stack_bytes).to_string();
+            regions.push((start, body.stack_bytes.to_string(), "%gstack".to_owned()));
+        }
+        if !body.data.is_empty() && may_be_private && !is_write {
+            regions.push((body.data_address.to_string(), body.data.len().to_string(), "%gdata".to_owned()));
+        }
+        regions
+    }
+
+    pub(super) fn check_range(&mut self, start: Reg, count: Reg, is_write: bool, site: Site) {
+        let (start, count) = (self.reg(start), self.reg(count));
+        let (from, len, good) = (self.b64(), self.b64(), self.b32());
+        put!(self, "cvt.u64.u32 {from}, {start};");
+        put!(self, "cvt.u64.u32 {len}, {count};");
+        let q = self.pred();
+        put!(self, "setp.eq.u64 {q}, {len}, 0;");
+        put!(self, "selp.b32 {good}, 1, 0, {q};");
+        for (start, size, _) in &self.regions(is_write, true) {
+            let (offset, end) = (self.b64(), self.b64());
+            put!(self, "sub.s64 {offset}, {from}, {start};");
+            put!(self, "add.s64 {end}, {offset}, {len};");
+            put!(self, "setp.lt.u64 {q}, {offset}, {size};");
+            put!(self, "setp.le.and.u64 {q}, {end}, {size}, {q};");
+            put!(self, "selp.b32 {good}, 1, {good}, {q};");
+        }
+        let trap = self.trap(TrapKind::OutOfBounds, site);
+        put!(self, "setp.eq.s32 {q}, {good}, 0;");
+        put!(self, "@{q} bra {trap};");
+    }
+
+    pub(super) fn load(&mut self, to: Reg, access: Access, at: Address, site: Site) {
+        let (target, is_aligned) = self.target(at, access.bytes, false, site);
+        let ty = match self.body.ty(to) {
+            Ty::F32 => "f32",
+            Ty::F64 => "f64",
+            _ => load_type(access),
+        };
+        let name = self.reg(to);
+        let Target { space, address } = &target;
+        if is_aligned || access.bytes == 1 {
+            put!(self, "ld{space}.{ty} {name}, [{address}];");
+            return;
+        }
+        // A device faults where an address is not aligned; such an access goes byte by byte.
+        let (slow, back) = self.unless_aligned(&target, access.bytes);
+        put!(self, "ld{space}.{ty} {name}, [{address}];");
+        let _ = writeln!(self.out, "{back}:");
+        let main = std::mem::take(&mut self.out);
+        let _ = writeln!(self.out, "{slow}:");
+        let (sum, byte) = (self.b64(), self.b64());
+        put!(self, "mov.b64 {sum}, 0;");
+        for n in (0..access.bytes).rev() {
+            put!(self, "ld{space}.u8 {byte}, [{address}+{n}];");
+            put!(self, "shl.b64 {sum}, {sum}, 8;");
+            put!(self, "or.b64 {sum}, {sum}, {byte};");
+        }
+        if access.is_signed {
+            let shift = 64 - access.bytes * 8;
+            put!(self, "shl.b64 {sum}, {sum}, {shift};");
+            put!(self, "shr.s64 {sum}, {sum}, {shift};");
+        }
+        match self.body.ty(to) {
+            Ty::I32 => put!(self, "cvt.u32.u64 {name}, {sum};"),
+            Ty::I64 | Ty::F64 => put!(self, "mov.b64 {name}, {sum};"),
+            Ty::F32 => {
+                let half = self.b32();
+                put!(self, "cvt.u32.u64 {half}, {sum};");
+                put!(self, "mov.b32 {name}, {half};");
+            }
+        }
+        put!(self, "bra {back};");
+        self.aside.push_str(&std::mem::replace(&mut self.out, main));
+    }
+
+    pub(super) fn store(&mut self, access: Access, at: Address, value: Reg, site: Site) {
+        let name = self.observed(value);
+        let (target, is_aligned) = self.target(at, access.bytes, true, site);
+        let Target { space, address } = &target;
+        let ty = match (self.body.ty(value), access.bytes) {
+            (Ty::F32, _) => "f32",
+            (Ty::F64, _) => "f64",
+            (_, 1) => "u8",
+            (_, 2) => "u16",
+            (_, 4) => "u32",
+            _ => "u64",
+        };
+        if is_aligned || access.bytes == 1 {
+            put!(self, "st{space}.{ty} [{address}], {name};");
+            return;
+        }
+        let (slow, back) = self.unless_aligned(&target, access.bytes);
+        put!(self, "st{space}.{ty} [{address}], {name};");
+        let _ = writeln!(self.out, "{back}:");
+        let main = std::mem::take(&mut self.out);
+        let _ = writeln!(self.out, "{slow}:");
+        let rest = self.b64();
+        match self.body.ty(value) {
+            Ty::I32 => put!(self, "cvt.u64.u32 {rest}, {name};"),
+            Ty::I64 | Ty::F64 => put!(self, "mov.b64 {rest}, {name};"),
+            Ty::F32 => {
+                let half = self.b32();
+                put!(self, "mov.b32 {half}, {name};");
+                put!(self, "cvt.u64.u32 {rest}, {half};");
+            }
+        }
+        for n in 0..access.bytes {
+            put!(self, "st{space}.u8 [{address}+{n}], {rest};");
+            put!(self, "shr.u64 {rest}, {rest}, 8;");
+        }
+        put!(self, "bra {back};");
+        self.aside.push_str(&std::mem::replace(&mut self.out, main));
+    }
+
+    /// Goes aside where an address is not aligned. Returns the labels of the way out and back.
+    pub(super) fn unless_aligned(&mut self, target: &Target, bytes: u32) -> (String, String) {
+        self.asides += 1;
+        let (slow, back) = (format!("U{}", self.asides), format!("V{}", self.asides));
+        let (low, q) = (self.b64(), self.pred());
+        put!(self, "and.b64 {low}, {}, {};", target.address, bytes - 1);
+        put!(self, "setp.ne.s64 {q}, {low}, 0;");
+        put!(self, "@{q} bra {slow};");
+        (slow, back)
+    }
+
+    pub(super) fn atomic_target(&mut self, at: Address, access: Access, site: Site) -> Target {
+        let is_aligned = self.facts.is_aligned(at.base, access.bytes) && at.offset.is_multiple_of(access.bytes);
+        if !is_aligned {
+            let (low, q) = (self.b32(), self.pred());
+            let (base, trap) = (self.reg(at.base), self.trap(TrapKind::UnalignedAtomic, site));
+            put!(self, "add.s32 {low}, {base}, {};", at.offset.cast_signed());
+            put!(self, "and.b32 {low}, {low}, {};", access.bytes - 1);
+            put!(self, "setp.ne.s32 {q}, {low}, 0;");
+            put!(self, "@{q} bra {trap};");
+        }
+        match self.region(at.base) {
+            // Aligned, whether that is known or was just found.
+            Some(region @ (Region::Window(_) | Region::Shared)) => self.clamped(region, at, access.bytes, true, site),
+            // Private memory has no atomics.
+            _ => self.looked_up(at, access.bytes, true, false, site),
+        }
+    }
+
+    pub(super) fn read_modify_write(
+        &mut self,
+        op: Rmw,
+        to: Reg,
+        access: Access,
+        target: &Target,
+        value: Reg,
+        expected: Reg,
+    ) {
+        let (bits, is_wide) = if access.bytes == 8 { ("64", true) } else { ("32", false) };
+        let (to, value, expected) = (self.reg(to), self.reg(value), self.reg(expected));
+        let at = format!("acq_rel.{}{}", scope(target.space), target.space);
+        let address = &target.address;
+        match op {
+            Rmw::Add => put!(self, "atom.{at}.add.u{bits} {to}, [{address}], {value};"),
+            Rmw::Sub => {
+                let less = if is_wide { self.b64() } else { self.b32() };
+                put!(self, "neg.s{bits} {less}, {value};");
+                put!(self, "atom.{at}.add.u{bits} {to}, [{address}], {less};");
+            }
+            Rmw::And => put!(self, "atom.{at}.and.b{bits} {to}, [{address}], {value};"),
+            Rmw::Or => put!(self, "atom.{at}.or.b{bits} {to}, [{address}], {value};"),
+            Rmw::Xor => put!(self, "atom.{at}.xor.b{bits} {to}, [{address}], {value};"),
+            Rmw::Exchange => put!(self, "atom.{at}.exch.b{bits} {to}, [{address}], {value};"),
+            Rmw::CompareExchange => put!(self, "atom.{at}.cas.b{bits} {to}, [{address}], {expected}, {value};"),
+        }
+    }
+}

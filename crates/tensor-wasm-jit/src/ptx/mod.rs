@@ -1,0 +1,804 @@
+//! From a kernel's operations to PTX, and the fence around every access.
+//!
+//! A table says what most operations are in PTX (`table.rs`). The rest is the fence:
+//!
+//! - An access whose address comes from one window is clamped into it and remembers the largest offset asked for; whether
+//!   any was outside is looked at where the work item ends, at barriers and when it polls. So a bad access never leaves the
+//!   window, and costs the launch its result a little later. Anything else is looked up among all windows and traps at once
+//!   (`memory.rs`). Loops that count are looked at before they begin (`counted.rs`).
+//! - Loops pay for their iterations and poll now and then: whether the launch has run for too long, or was stopped
+//!   (`control.rs`).
+//! - A trap writes one record for the launch and ends the work item.
+
+/// Writes a line of PTX.
+macro_rules! put {
+    ($emitter:expr, $($arg:tt)*) => {{
+        $emitter.out.push('\t');
+        // Writing to a string does not fail.
+        let _ = writeln!($emitter.out, $($arg)*);
+    }};
+}
+
+mod control;
+mod counted;
+mod memory;
+mod table;
+
+use std::collections::{HashMap, HashSet};
+use std::fmt::Write as _;
+
+use table::{binary, convertible, math, unary};
+
+use crate::facts::Facts;
+use crate::image::{CONTROL, KernelImage, Param, RECORD};
+use crate::ir::{Access, Bin, Body, Id, Label, Op, Reg, Site, TrapKind, Ty, Un, low_half};
+use crate::lower::SHARED_ADDRESS;
+
+/// Operations that a work item does in loops between two polls: some milliseconds on a device that is full.
+const FUEL: u32 = 1 << 18;
+
+/// One group in this many polls as it starts, for launches of many groups that do not loop. A power of two.
+const GROUPS_PER_POLL: u32 = 1 << 10;
+
+/// A kernel of so few operations, without loops, runs to its end whatever happens.
+const SHORT_OPS_MAX: usize = 256;
+
+/// Memory that an access goes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Region {
+    Window(u16),
+    Stack,
+    Shared,
+}
+
+/// The end of a region for accesses of so many bytes.
+struct Limit {
+    region: Region,
+    bytes: u32,
+    is_aligned: bool,
+    /// The first access that it is for.
+    site: Site,
+}
+
+/// A copy of a loop without a fence.
+struct Fast {
+    labels: HashSet<u32>,
+    copy: usize,
+    /// Address registers, the state space, and the register that holds the device's address.
+    pointers: HashMap<Reg, (&'static str, String)>,
+}
+
+/// Where an access goes: in a state space, at an address in a register.
+struct Target {
+    space: &'static str,
+    address: String,
+}
+
+struct Emitter<'b> {
+    body: &'b Body,
+    facts: Facts,
+    windows: &'b [bool],
+    /// Windows may be smaller than an access.
+    is_small: bool,
+    out: String,
+    /// Code that is seldom run, after the rest.
+    aside: String,
+    temps: [u32; 6],
+    limits: Vec<Limit>,
+    traps: Vec<(TrapKind, Site)>,
+    trap_numbers: HashMap<(TrapKind, u32), usize>,
+    /// Labels of those `if`s that have an `else`.
+    with_else: HashSet<u32>,
+    loops: Vec<(Label, usize)>,
+    /// The copy of a loop without a fence that is being written.
+    fast: Option<Fast>,
+    /// Loops that have such a copy, which ends after the other.
+    skipped: HashSet<u32>,
+    /// Operations that were written more than once.
+    copied: usize,
+    asides: u32,
+    /// The operation before which the work item looks whether the launch was stopped.
+    look_before: usize,
+}
+
+/// Kinds of registers that belong to no register of the kernel: their prefix and their type.
+const TEMPS: [(&str, &str); 6] =
+    [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32")];
+
+pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> KernelImage {
+    let mut emitter = Emitter {
+        body,
+        facts: Facts::of(body, windows),
+        windows,
+        is_small,
+        out: String::new(),
+        aside: String::new(),
+        temps: [0; 6],
+        limits: Vec::new(),
+        traps: Vec::new(),
+        trap_numbers: HashMap::new(),
+        with_else: body
+            .ops
+            .iter()
+            .filter_map(|op| if let Op::Else { label } = op { Some(label.0) } else { None })
+            .collect(),
+        loops: Vec::new(),
+        fast: None,
+        skipped: HashSet::new(),
+        copied: 0,
+        asides: 0,
+        look_before: look_before(body),
+    };
+    emitter.operations();
+    let needed = |n: usize| {
+        let is_own = |limit: &&Limit| limit.region == Region::Window(u16::try_from(n).unwrap_or(u16::MAX));
+        emitter.limits.iter().filter(is_own).map(|limit| limit.bytes).max().unwrap_or(0)
+    };
+    let window_bytes_min = (0..windows.len()).map(needed).collect();
+    let text = emitter.finish();
+    let params = body.params.iter().zip(windows);
+    let param = |(reg, is_window): (&Reg, &bool)| match is_window {
+        true => Param::Window,
+        false => Param::Scalar(body.ty(*reg)),
+    };
+    KernelImage {
+        name: body.name.clone(),
+        entry: entry_name(&body.name),
+        ptx: text,
+        params: params.map(param).collect(),
+        window_bytes_min,
+        shared_bytes: body.shared_bytes,
+        sites: body.sites.clone(),
+    }
+}
+
+/// A name that PTX allows.
+fn entry_name(name: &str) -> String {
+    let allowed = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '_' };
+    format!("k_{}", name.chars().take(100).map(allowed).collect::<String>())
+}
+
+/// The first operation that writes, loops or waits, or the `if` in which it does so. A path around it comes to the launch's
+/// end a little later.
+fn look_before(body: &Body) -> usize {
+    // What is over soon need not look.
+    let is_short = body.ops.len() <= SHORT_OPS_MAX && !body.ops.iter().any(|op| matches!(op, Op::Loop { .. }));
+    if is_short {
+        return body.ops.len();
+    }
+    let mut outer_if: Option<(Label, usize)> = None;
+    for (n, op) in body.ops.iter().enumerate() {
+        match op {
+            Op::Loop { .. }
+            | Op::Barrier { .. }
+            | Op::Store { .. }
+            | Op::Atomic { .. }
+            | Op::AtomicStore { .. }
+            | Op::Return => return outer_if.map_or(n, |(_, at)| at),
+            Op::If { label, .. } if outer_if.is_none() => outer_if = Some((*label, n)),
+            Op::End { label } if outer_if.is_some_and(|(own, _)| own == *label) => outer_if = None,
+            _ => {}
+        }
+    }
+    body.ops.len()
+}
+
+impl Emitter<'_> {
+    fn temp(&mut self, kind: usize) -> String {
+        self.temps[kind] += 1;
+        format!("{}{}", TEMPS[kind].0, self.temps[kind] - 1)
+    }
+
+    fn b32(&mut self) -> String {
+        self.temp(0)
+    }
+
+    fn b64(&mut self) -> String {
+        self.temp(1)
+    }
+
+    fn pred(&mut self) -> String {
+        self.temp(4)
+    }
+
+    fn reg(&self, reg: Reg) -> String {
+        let prefix = match self.body.ty(reg) {
+            Ty::I32 => "%r",
+            Ty::I64 => "%l",
+            Ty::F32 => "%f",
+            Ty::F64 => "%d",
+        };
+        format!("{prefix}{}", reg.0)
+    }
+
+    /// Fills in a line of the tables above.
+    fn fill(&mut self, template: &str, to: &str, operands: &[&str]) {
+        let mut own: Vec<(char, String)> = Vec::new();
+        for instruction in template.split_inclusive(';') {
+            let mut line = String::new();
+            let mut word = String::new();
+            for c in instruction.trim_start().chars().chain([' ']) {
+                if c.is_ascii_alphanumeric() || c == '.' {
+                    word.push(c);
+                    continue;
+                }
+                match word.as_str() {
+                    "D" => line.push_str(to),
+                    "A" | "B" | "C" => line.push_str(operands[usize::from(word.as_bytes()[0] - b'A')]),
+                    "T" | "S" | "U" | "V" | "F" | "G" | "Q" => {
+                        let letter = word.chars().next().unwrap_or('T');
+                        let found = own.iter().find(|(own, _)| *own == letter).map(|(_, name)| name.clone());
+                        let name = found.unwrap_or_else(|| {
+                            let kind = match letter {
+                                'T' | 'S' => 0,
+                                'U' | 'V' => 1,
+                                'F' => 2,
+                                'G' => 3,
+                                _ => 4,
+                            };
+                            let name = self.temp(kind);
+                            own.push((letter, name.clone()));
+                            name
+                        });
+                        line.push_str(&name);
+                    }
+                    other => line.push_str(other),
+                }
+                word.clear();
+                line.push(c);
+            }
+            put!(self, "{}", line.trim_end());
+        }
+    }
+
+    /// A label to which a trap of this kind at this site goes.
+    fn trap(&mut self, kind: TrapKind, site: Site) -> String {
+        let traps = &mut self.traps;
+        let at = *self.trap_numbers.entry((kind, site.0)).or_insert_with(|| {
+            traps.push((kind, site));
+            traps.len() - 1
+        });
+        format!("TRAP_{at}")
+    }
+
+    /// A float's bits as they are to be seen: of the NaNs that operations make there is only one.
+    fn observed(&mut self, reg: Reg) -> String {
+        match self.body.ty(reg).is_float() && self.facts.is_computed(reg) {
+            true => self.canonical(reg),
+            false => self.reg(reg),
+        }
+    }
+
+    fn canonical(&mut self, reg: Reg) -> String {
+        let (from, q) = (self.reg(reg), self.pred());
+        match self.body.ty(reg) {
+            Ty::F64 => {
+                let to = self.temp(3);
+                put!(self, "setp.nan.f64 {q}, {from}, {from};");
+                put!(self, "selp.f64 {to}, 0d7FF8000000000000, {from}, {q};");
+                to
+            }
+            _ => {
+                let to = self.temp(2);
+                put!(self, "setp.nan.f32 {q}, {from}, {from};");
+                put!(self, "selp.f32 {to}, 0f7FC00000, {from}, {q};");
+                to
+            }
+        }
+    }
+
+    fn operations(&mut self) {
+        let body = self.body;
+        for (n, op) in body.ops.iter().enumerate() {
+            if n == self.look_before {
+                self.look();
+            }
+            self.one(n, op);
+        }
+    }
+
+    fn one(&mut self, n: usize, op: &Op) {
+        let body = self.body;
+        {
+            self.operation(n, op);
+            // Where computed NaNs come together with others whose bits count, they become the one NaN as they come.
+            if let Some(to) = op.to()
+                && self.facts.is_mixed(to)
+                && body.ty(to).is_float()
+                && !matches!(op, Op::Load { .. } | Op::Const { .. })
+                && !self.keeps_bits(op)
+            {
+                let from = self.canonical(to);
+                let (to, ty) = (self.reg(to), if body.ty(to) == Ty::F64 { "f64" } else { "f32" });
+                put!(self, "mov.{ty} {to}, {from};");
+            }
+        }
+    }
+
+    /// Whether an operation hands on bits that must be kept.
+    fn keeps_bits(&self, op: &Op) -> bool {
+        match op {
+            Op::Move { from, .. } => !self.facts.is_computed(*from),
+            Op::Select { a, b, .. } => !self.facts.is_computed(*a) && !self.facts.is_computed(*b),
+            Op::Un { op: Un::F32Neg | Un::F32Abs | Un::F64Neg | Un::F64Abs, a, .. } => !self.facts.is_computed(*a),
+            Op::Un { op: Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => true,
+            Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => true,
+            _ => false,
+        }
+    }
+
+    #[expect(clippy::too_many_lines, reason = "one arm for each operation")]
+    fn operation(&mut self, n: usize, op: &Op) {
+        match op {
+            Op::Const { to, bits } => {
+                let name = self.reg(*to);
+                match self.body.ty(*to) {
+                    Ty::I32 => put!(self, "mov.b32 {name}, {};", low_half(*bits).cast_signed()),
+                    Ty::I64 => put!(self, "mov.b64 {name}, {};", bits.cast_signed()),
+                    Ty::F32 => put!(self, "mov.f32 {name}, 0f{:08X};", low_half(*bits)),
+                    Ty::F64 => put!(self, "mov.f64 {name}, 0d{bits:016X};"),
+                }
+            }
+            Op::Move { to, from } => {
+                let (ty, to, from) = (mov_type(self.body.ty(*to)), self.reg(*to), self.reg(*from));
+                put!(self, "mov.{ty} {to}, {from};");
+            }
+            Op::Un { op, to, a, site } => {
+                let is_seen = matches!(op, Un::I32ReinterpretF32 | Un::I64ReinterpretF64);
+                let operand = if is_seen { self.observed(*a) } else { self.reg(*a) };
+                if let Some((lower, low, high)) = convertible(*op) {
+                    let (ty, q) = (if op.from() == Ty::F64 { "f64" } else { "f32" }, self.pred());
+                    let (bad, over) =
+                        (self.trap(TrapKind::BadConversion, *site), self.trap(TrapKind::IntegerOverflow, *site));
+                    put!(self, "setp.nan.{ty} {q}, {operand}, {operand};");
+                    put!(self, "@{q} bra {bad};");
+                    put!(self, "setp.{lower}.{ty} {q}, {operand}, {low};");
+                    put!(self, "setp.lt.and.{ty} {q}, {operand}, {high}, {q};");
+                    put!(self, "@!{q} bra {over};");
+                }
+                let to = self.reg(*to);
+                self.fill(unary(*op), &to, &[&operand]);
+            }
+            Op::Bin { op, to, a, b, site } => {
+                let is_seen = matches!(op, Bin::F32Copysign | Bin::F64Copysign);
+                let (a, b) = match is_seen {
+                    true => (self.observed(*a), self.observed(*b)),
+                    false => (self.reg(*a), self.reg(*b)),
+                };
+                self.division(*op, &a, &b, *site);
+                let to = self.reg(*to);
+                self.fill(binary(*op), &to, &[&a, &b]);
+            }
+            Op::Math { op, to, operands } => {
+                let operands: Vec<String> = operands.iter().map(|reg| self.reg(*reg)).collect();
+                let to = self.reg(*to);
+                self.fill(math(*op), &to, &[&operands[0], &operands[1], &operands[2]]);
+            }
+            Op::Select { to, condition, a, b } => {
+                let q = self.test(*condition);
+                let (ty, to) = (mov_type(self.body.ty(*to)), self.reg(*to));
+                let (a, b) = (self.reg(*a), self.reg(*b));
+                put!(self, "selp.{ty} {to}, {a}, {b}, {q};");
+            }
+            Op::Id { id, to, dimension } => self.id(*id, *to, *dimension),
+            Op::Shared { to } => {
+                let to = self.reg(*to);
+                put!(self, "mov.b32 {to}, {};", SHARED_ADDRESS.cast_signed());
+            }
+            Op::Barrier { .. } => {
+                self.check_limits();
+                put!(self, "bar.sync 0;");
+            }
+            Op::Load { to, access, at, site } => self.load(*to, *access, *at, *site),
+            Op::Store { access, at, value, site } => self.store(*access, *at, *value, *site),
+            Op::AtomicLoad { to, access, at, site } => {
+                let target = self.atomic_target(*at, *access, *site);
+                let (ty, to) = (load_type(*access), self.reg(*to));
+                let scope = scope(target.space);
+                put!(self, "ld.acquire.{scope}{}.{ty} {to}, [{}];", target.space, target.address);
+            }
+            Op::AtomicStore { access, at, value, site } => {
+                let target = self.atomic_target(*at, *access, *site);
+                let (ty, value) = (if access.bytes == 8 { "u64" } else { "u32" }, self.reg(*value));
+                let scope = scope(target.space);
+                put!(self, "st.release.{scope}{}.{ty} [{}], {value};", target.space, target.address);
+            }
+            Op::Atomic { op, to, access, at, value, expected, site } => {
+                let target = self.atomic_target(*at, *access, *site);
+                self.read_modify_write(*op, *to, *access, &target, *value, *expected);
+            }
+            Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
+            Op::Fence => put!(self, "fence.sc.gpu;"),
+            Op::Trap { kind, site } => {
+                let trap = self.trap(*kind, *site);
+                put!(self, "bra {trap};");
+            }
+            Op::Block { .. } => {}
+            Op::Loop { label } => {
+                self.counted_loop(n);
+                self.loops.push((*label, n));
+                let _ = writeln!(self.out, "L{}:", label.0);
+            }
+            Op::If { condition, label } => {
+                let q = self.test(*condition);
+                let prefix = if self.with_else.contains(&label.0) { 'E' } else { 'L' };
+                let name = self.name(prefix, *label);
+                put!(self, "@!{q} bra {name};");
+            }
+            Op::Else { label } => {
+                let (end, own) = (self.name('L', *label), self.name('E', *label));
+                put!(self, "bra {end};");
+                let _ = writeln!(self.out, "{own}:");
+            }
+            Op::End { label } => match self.loops.last() {
+                Some((own, _)) if own == label => {
+                    self.loops.pop();
+                    if self.skipped.contains(&label.0) {
+                        let _ = writeln!(self.out, "D{}:", label.0);
+                    }
+                }
+                _ => {
+                    let name = self.name('L', *label);
+                    let _ = writeln!(self.out, "{name}:");
+                }
+            },
+            Op::Branch { label } => self.branch(n, *label, None),
+            Op::BranchIf { condition, label } => {
+                let q = self.test(*condition);
+                self.branch(n, *label, Some(&q));
+            }
+            Op::BranchTable { index, labels } => self.branch_table(n, *index, labels),
+            Op::Return => {
+                self.check_limits();
+                put!(self, "ret;");
+            }
+        }
+    }
+
+    fn test(&mut self, condition: Reg) -> String {
+        let (q, condition) = (self.pred(), self.reg(condition));
+        put!(self, "setp.ne.s32 {q}, {condition}, 0;");
+        q
+    }
+
+    /// Traps of integer division, before it.
+    fn division(&mut self, op: Bin, a: &str, b: &str, site: Site) {
+        let (ty, is_signed_division, lowest) = match op {
+            Bin::I32DivS => ("s32", true, "-2147483648"),
+            Bin::I32DivU | Bin::I32RemS | Bin::I32RemU => ("s32", false, ""),
+            Bin::I64DivS => ("s64", true, "-9223372036854775808"),
+            Bin::I64DivU | Bin::I64RemS | Bin::I64RemU => ("s64", false, ""),
+            _ => return,
+        };
+        let (q, zero) = (self.pred(), self.trap(TrapKind::DivideByZero, site));
+        put!(self, "setp.eq.{ty} {q}, {b}, 0;");
+        put!(self, "@{q} bra {zero};");
+        if is_signed_division {
+            let over = self.trap(TrapKind::IntegerOverflow, site);
+            put!(self, "setp.eq.{ty} {q}, {a}, {lowest};");
+            put!(self, "setp.eq.and.{ty} {q}, {b}, -1, {q};");
+            put!(self, "@{q} bra {over};");
+        }
+    }
+
+    fn id(&mut self, id: Id, to: Reg, dimension: Reg) {
+        let to = self.reg(to);
+        if let Some(dimension) = self.facts.constant(dimension) {
+            match dimension {
+                0 => self.id_in(id, &to, 'x'),
+                1 => self.id_in(id, &to, 'y'),
+                2 => self.id_in(id, &to, 'z'),
+                _ => put!(self, "mov.b32 {to}, {};", nowhere(id)),
+            }
+            return;
+        }
+        let dimension = self.reg(dimension);
+        let own: Vec<String> = (0..3).map(|_| self.b32()).collect();
+        for (name, axis) in own.iter().zip(['x', 'y', 'z']) {
+            self.id_in(id, name, axis);
+        }
+        put!(self, "mov.b32 {to}, {};", nowhere(id));
+        for (n, name) in own.iter().enumerate() {
+            let q = self.pred();
+            put!(self, "setp.eq.s32 {q}, {dimension}, {n};");
+            put!(self, "selp.b32 {to}, {name}, {to}, {q};");
+        }
+    }
+
+    fn id_in(&mut self, id: Id, to: &str, axis: char) {
+        match id {
+            Id::Local => put!(self, "mov.u32 {to}, %tid.{axis};"),
+            Id::Group => put!(self, "mov.u32 {to}, %ctaid.{axis};"),
+            Id::LocalSize => put!(self, "mov.u32 {to}, %ntid.{axis};"),
+            Id::Groups => put!(self, "mov.u32 {to}, %nctaid.{axis};"),
+            Id::Global | Id::GlobalSize => {
+                let (size, other) = (self.b32(), self.b32());
+                put!(self, "mov.u32 {size}, %ntid.{axis};");
+                if id == Id::Global {
+                    let group = self.b32();
+                    put!(self, "mov.u32 {group}, %ctaid.{axis};");
+                    put!(self, "mov.u32 {other}, %tid.{axis};");
+                    put!(self, "mad.lo.s32 {to}, {group}, {size}, {other};");
+                } else {
+                    put!(self, "mov.u32 {other}, %nctaid.{axis};");
+                    put!(self, "mul.lo.s32 {to}, {size}, {other};");
+                }
+            }
+        }
+    }
+
+    // ---- the whole
+
+    fn finish(mut self) -> String {
+        let body = self.body;
+        let code = std::mem::take(&mut self.out);
+        let asides = std::mem::take(&mut self.aside);
+        self.prologue();
+        let prologue = std::mem::take(&mut self.out);
+        let check = self.check_text();
+        self.epilogue();
+        let epilogue = std::mem::take(&mut self.out);
+        let mut text = String::with_capacity(code.len() * 2);
+        let _ = writeln!(text, "// {}", body.name.escape_debug());
+        let _ = writeln!(text, ".version 7.1\n.target sm_75\n.address_size 64\n");
+        if !body.data.is_empty() {
+            let bytes: Vec<String> = body.data.iter().map(u8::to_string).collect();
+            let _ = writeln!(text, ".global .align 16 .b8 data[{}] = {{{}}};", bytes.len(), bytes.join(", "));
+        }
+        let _ = writeln!(text, ".visible .entry {}(\n{}\n)\n{{", entry_name(&body.name), self.param_list());
+        self.declarations(&mut text);
+        text.push_str(&prologue);
+        text.push_str(&code.replace("\tCHECK;\n", &check));
+        text.push_str(&asides.replace("\tCHECK;\n", &check));
+        text.push_str(&epilogue);
+        text.push_str("}\n");
+        text
+    }
+
+    fn param_list(&self) -> String {
+        let mut params = Vec::new();
+        for (n, (reg, is_window)) in self.body.params.iter().zip(self.windows).enumerate() {
+            match is_window {
+                true => {
+                    params.push(format!("\t.param .u64 window{n}"));
+                    params.push(format!("\t.param .u32 start{n}"));
+                    params.push(format!("\t.param .u32 size{n}"));
+                }
+                false => params.push(format!("\t.param .{} p{n}", param_type(self.body.ty(*reg)))),
+            }
+        }
+        for fixed in [".u64 control", ".u64 record", ".u64 launch", ".u32 budget"] {
+            params.push(format!("\t.param {fixed}"));
+        }
+        params.join(",\n")
+    }
+
+    fn declarations(&self, text: &mut String) {
+        let body = self.body;
+        if body.shared_bytes > 0 {
+            let _ = writeln!(text, "\t.shared .align 16 .b8 shared[{}];", body.shared_bytes.max(16));
+        }
+        if body.stack_bytes > 0 {
+            let _ = writeln!(text, "\t.local .align 16 .b8 stack[{}];", body.stack_bytes);
+        }
+        let count = body.types.len();
+        let _ = writeln!(text, "\t.reg .b32 %r<{count}>;\n\t.reg .b64 %l<{count}>;");
+        let _ = writeln!(text, "\t.reg .f32 %f<{count}>;\n\t.reg .f64 %d<{count}>;");
+        for ((prefix, ty), count) in TEMPS.iter().zip(self.temps) {
+            let _ = writeln!(text, "\t.reg {ty} {prefix}<{}>;", count.max(1));
+        }
+        let limits = self.limits.len().max(1);
+        let windows = self.windows.len().max(1);
+        let _ = writeln!(text, "\t.reg .b32 %base<{limits}>, %limit<{limits}>, %worst<{limits}>;");
+        let _ = writeln!(text, "\t.reg .b64 %window<{windows}>, %start<{windows}>, %size<{windows}>;");
+        let _ = writeln!(
+            text,
+            "\t.reg .b64 %control, %record, %launch, %stop, %stack, %shared, %gstack, %gshared, %gdata;"
+        );
+        let _ = writeln!(text, "\t.reg .b32 %fuel, %budget, %kind, %site, %which;");
+    }
+
+    fn prologue(&mut self) {
+        let body = self.body;
+        put!(self, "ld.param.u64 %control, [control];");
+        put!(self, "ld.param.u64 %record, [record];");
+        put!(self, "ld.param.u64 %launch, [launch];");
+        put!(self, "ld.param.u32 %budget, [budget];");
+        if self.look_before < body.ops.len() {
+            // One of several copies: every warp of a launch reads it.
+            let (copy, address) = (self.b32(), self.b64());
+            put!(self, "mov.u32 {copy}, %ctaid.x;");
+            put!(self, "and.b32 {copy}, {copy}, {};", CONTROL.stop_copies - 1);
+            put!(self, "mul.wide.u32 {address}, {copy}, {};", CONTROL.stop_stride);
+            put!(self, "add.s64 {address}, {address}, %control;");
+            put!(self, "ld.relaxed.gpu.global.u64 %stop, [{address}+{}];", CONTROL.stop);
+        }
+        put!(self, "mov.b32 %fuel, {FUEL};");
+        for (n, (reg, is_window)) in body.params.iter().zip(self.windows).enumerate() {
+            let name = self.reg(*reg);
+            if *is_window {
+                let size = self.b32();
+                put!(self, "ld.param.u64 %window{n}, [window{n}];");
+                put!(self, "ld.param.u32 {name}, [start{n}];");
+                put!(self, "cvt.u64.u32 %start{n}, {name};");
+                put!(self, "ld.param.u32 {size}, [size{n}];");
+                put!(self, "cvt.u64.u32 %size{n}, {size};");
+            } else {
+                put!(self, "ld.param.{} {name}, [p{n}];", param_type(body.ty(*reg)));
+            }
+        }
+        if body.stack_bytes > 0 {
+            put!(self, "mov.u64 %stack, stack;");
+            put!(self, "cvta.local.u64 %gstack, %stack;");
+        }
+        if body.shared_bytes > 0 {
+            put!(self, "mov.u64 %shared, shared;");
+            put!(self, "cvta.shared.u64 %gshared, %shared;");
+        }
+        if !body.data.is_empty() {
+            put!(self, "mov.u64 %gdata, data;");
+        }
+        for n in 0..self.limits.len() {
+            self.set_limit(n);
+        }
+        self.first_poll();
+    }
+
+    fn set_limit(&mut self, n: usize) {
+        let Limit { region, bytes, is_aligned, .. } = self.limits[n];
+        put!(self, "mov.b32 %worst{n}, 0;");
+        let fixed = match region {
+            Region::Window(_) => None,
+            Region::Stack => Some((self.body.stack_top - self.body.stack_bytes, self.body.stack_bytes)),
+            Region::Shared => Some((SHARED_ADDRESS, self.body.shared_bytes)),
+        };
+        if let Some((start, size)) = fixed {
+            // Where nothing fits, every offset is too large.
+            let (start, limit) = match size.checked_sub(bytes) {
+                Some(limit) => (start, if is_aligned { limit & !(bytes - 1) } else { limit }),
+                None => (start ^ 1 << 31, 0),
+            };
+            put!(self, "mov.b32 %base{n}, {};", start.cast_signed());
+            put!(self, "mov.b32 %limit{n}, {};", limit.cast_signed());
+            return;
+        }
+        let Region::Window(window) = region else { return };
+        let size = self.b32();
+        put!(self, "cvt.u32.u64 %base{n}, %start{window};");
+        put!(self, "cvt.u32.u64 {size}, %size{window};");
+        // A launch sees to it that this much is there.
+        put!(self, "sub.s32 %limit{n}, {size}, {bytes};");
+        if is_aligned && bytes > 1 {
+            put!(self, "and.b32 %limit{n}, %limit{n}, {};", (!(bytes - 1)).cast_signed());
+        }
+    }
+
+    /// The first work item of some groups polls as it begins; of a small launch none does.
+    fn first_poll(&mut self) {
+        let (x, y, z, q) = (self.b32(), self.b32(), self.b32(), self.pred());
+        put!(self, "mov.u32 {x}, %tid.x;");
+        put!(self, "mov.u32 {y}, %tid.y;");
+        put!(self, "mov.u32 {z}, %tid.z;");
+        put!(self, "or.b32 {x}, {x}, {y};");
+        put!(self, "or.b32 {x}, {x}, {z};");
+        put!(self, "mov.u32 {y}, %ctaid.x;");
+        put!(self, "and.b32 {y}, {y}, {};", GROUPS_PER_POLL - 1);
+        put!(self, "xor.b32 {y}, {y}, {};", GROUPS_PER_POLL - 1);
+        put!(self, "or.b32 {x}, {x}, {y};");
+        put!(self, "setp.ne.s32 {q}, {x}, 0;");
+        put!(self, "@{q} bra BEGIN;");
+        self.poll();
+        let _ = writeln!(self.out, "BEGIN:");
+    }
+
+    fn check_text(&mut self) -> String {
+        let mut text = String::new();
+        if self.limits.is_empty() {
+            return text;
+        }
+        for n in 0..self.limits.len() {
+            let q = self.pred();
+            let _ = writeln!(text, "\tsetp.gt.u32 {q}, %worst{n}, %limit{n};\n\t@{q} bra BAD_{n};");
+        }
+        text
+    }
+
+    /// Where traps end up: one of a launch writes the record.
+    fn epilogue(&mut self) {
+        for n in 0..self.limits.len() {
+            let Limit { region, site, .. } = self.limits[n];
+            let which = match region {
+                Region::Window(window) => u32::from(window),
+                Region::Stack => RECORD.stack,
+                Region::Shared => RECORD.shared,
+            };
+            let _ = writeln!(self.out, "BAD_{n}:");
+            put!(self, "mov.b32 %kind, {};", TrapKind::OutOfBounds as u32);
+            put!(self, "mov.b32 %site, {};", site.0);
+            put!(self, "mov.b32 %which, {which};");
+            put!(self, "mov.b32 %fuel, %worst{n};");
+            put!(self, "bra TRAP;");
+        }
+        let traps = std::mem::take(&mut self.traps);
+        for (n, (kind, site)) in traps.iter().enumerate() {
+            let _ = writeln!(self.out, "TRAP_{n}:");
+            put!(self, "mov.b32 %kind, {};", *kind as u32);
+            put!(self, "mov.b32 %site, {};", site.0);
+            put!(self, "mov.b32 %which, {};", RECORD.nothing.cast_signed());
+            put!(self, "bra TRAP;");
+        }
+        for (label, kind) in [("LATE", TrapKind::Deadline), ("CANCELLED", TrapKind::Cancelled)] {
+            let _ = writeln!(self.out, "{label}:");
+            put!(self, "mov.b32 %kind, {};", kind as u32);
+            put!(self, "mov.b32 %site, 0;");
+            put!(self, "mov.b32 %which, {};", RECORD.nothing.cast_signed());
+            put!(self, "bra TRAP;");
+        }
+        let _ = writeln!(self.out, "TRAP:");
+        let (old, q, part) = (self.b64(), self.pred(), self.b32());
+        // Only the first writes the record; everybody is told to stop.
+        put!(self, "atom.relaxed.gpu.global.exch.b64 {old}, [%control+{}], %launch;", CONTROL.trapped);
+        for copy in 0..CONTROL.stop_copies {
+            let at = CONTROL.stop + copy * CONTROL.stop_stride;
+            put!(self, "st.relaxed.gpu.global.u64 [%control+{at}], %launch;");
+        }
+        put!(self, "setp.eq.u64 {q}, {old}, %launch;");
+        put!(self, "@{q} bra STOPPED;");
+        put!(self, "st.global.u32 [%record+{}], %kind;", RECORD.kind);
+        put!(self, "st.global.u32 [%record+{}], %site;", RECORD.site);
+        put!(self, "st.global.u32 [%record+{}], %which;", RECORD.which);
+        put!(self, "st.global.u32 [%record+{}], %fuel;", RECORD.offset);
+        let axes = ['x', 'y', 'z'];
+        for (n, (register, axis)) in ["ctaid", "tid"].iter().flat_map(|r| axes.map(|axis| (r, axis))).enumerate() {
+            put!(self, "mov.u32 {part}, %{register}.{axis};");
+            put!(self, "st.global.u32 [%record+{}], {part};", RECORD.ids + 4 * u32::try_from(n).unwrap_or(0));
+        }
+        put!(self, "fence.sc.sys;");
+        put!(self, "st.relaxed.sys.global.u64 [%record+{}], %launch;", RECORD.launch);
+        let _ = writeln!(self.out, "STOPPED:");
+        put!(self, "exit;");
+    }
+}
+
+fn mov_type(ty: Ty) -> &'static str {
+    match ty {
+        Ty::I32 => "b32",
+        Ty::I64 => "b64",
+        Ty::F32 => "f32",
+        Ty::F64 => "f64",
+    }
+}
+
+fn param_type(ty: Ty) -> &'static str {
+    match ty {
+        Ty::I32 => "u32",
+        Ty::I64 => "u64",
+        Ty::F32 => "f32",
+        Ty::F64 => "f64",
+    }
+}
+
+fn load_type(access: Access) -> &'static str {
+    match (access.bytes, access.is_signed) {
+        (1, false) => "u8",
+        (1, true) => "s8",
+        (2, false) => "u16",
+        (2, true) => "s16",
+        (4, false) => "u32",
+        (4, true) => "s32",
+        _ => "u64",
+    }
+}
+
+/// Who else sees an atomic in a space.
+fn scope(space: &str) -> &'static str {
+    if space == ".shared" { "cta" } else { "gpu" }
+}
+
+/// What there is in a dimension that there is not.
+fn nowhere(id: Id) -> u32 {
+    match id {
+        Id::Global | Id::Local | Id::Group => 0,
+        Id::LocalSize | Id::GlobalSize | Id::Groups => 1,
+    }
+}

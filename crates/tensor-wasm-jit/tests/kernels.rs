@@ -1,0 +1,444 @@
+//! Kernels in the emulator: what they compute, and what happens to those that misbehave. Where `ptxas` is found, everything
+//! that is compiled here is assembled too, for every supported device.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::panic,
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "a test that goes wrong says so"
+)]
+
+use std::process::Command;
+
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, ParamBlock};
+use tensor_wasm_jit::{CONTROL, KernelImage, Memory, Program, RECORD, Refusal, Trap, TrapKind, budget_ticks};
+
+const CONTROL_AT: u64 = 0x30_0000_0000;
+const RECORD_AT: u64 = 0x40_0000_0000;
+
+/// Devices that kernels are assembled for.
+const DEVICES: [&str; 7] = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"];
+
+#[derive(Clone)]
+enum Arg {
+    I32(i32),
+    F32(f32),
+    Buffer(Vec<u8>),
+}
+
+struct Launched {
+    trap: Option<Trap>,
+    buffers: Vec<Vec<u8>>,
+}
+
+/// Compiles a kernel for the given arguments and runs it; then assembles it.
+fn launch(wasm: &[u8], kernel: &str, groups: [u32; 3], items: [u32; 3], args: &[Arg]) -> Launched {
+    launch_within(wasm, kernel, groups, items, args, 10_000_000_000)
+}
+
+fn launch_within(wasm: &[u8], kernel: &str, groups: [u32; 3], items: [u32; 3], args: &[Arg], nanos: u64) -> Launched {
+    let windows: Vec<bool> = args.iter().map(|arg| matches!(arg, Arg::Buffer(_))).collect();
+    let program = Program::read(wasm).unwrap();
+    let mut image = program.compile(kernel, &windows).unwrap_or_else(|why| panic!("{kernel}: {why}"));
+    let size = |arg: &Arg| if let Arg::Buffer(bytes) = arg { bytes.len() as u64 } else { 0 };
+    if !image.fits(args.iter().map(size)) {
+        assemble(&image);
+        image = program.compile_small(kernel, &windows).unwrap();
+    }
+    assemble(&image);
+    let emulator = Emulator::new(&image.ptx).unwrap();
+    let mut memory = DeviceMemory::default();
+    memory.add(CONTROL_AT, vec![0; CONTROL.bytes as usize]);
+    memory.add(RECORD_AT, vec![0; RECORD.bytes as usize]);
+    let mut block = ParamBlock::new(&emulator);
+    let (mut start, mut at) = (0x10_0000_u64, Vec::new());
+    for (n, arg) in args.iter().enumerate() {
+        match arg {
+            Arg::I32(value) => drop(block.set(&format!("p{n}"), u64::from(value.cast_unsigned()))),
+            Arg::F32(value) => drop(block.set(&format!("p{n}"), u64::from(value.to_bits()))),
+            Arg::Buffer(bytes) => {
+                // Exactly as large as it is: the emulator sees every access beyond.
+                let address = 0x100_0000_0000 + 0x1_0000_0000 * n as u64;
+                block.set(&format!("window{n}"), address).set(&format!("start{n}"), start);
+                block.set(&format!("size{n}"), bytes.len() as u64);
+                start += (bytes.len() as u64 + 0x1_0000).next_multiple_of(0x1_0000);
+                memory.add(address, bytes.clone());
+                at.push(address);
+            }
+        }
+    }
+    block.set("control", CONTROL_AT).set("record", RECORD_AT).set("launch", 7);
+    block.set("budget", u64::from(budget_ticks(nanos)));
+    let params = block.bytes();
+    if let Err(why) = emulator.run(&mut memory, &params, groups, items) {
+        panic!("{kernel}: {why}\n{}", image.ptx);
+    }
+    let trap = Trap::read(memory.bytes(RECORD_AT), 7, &image.sites);
+    Launched { trap, buffers: at.iter().map(|at| memory.bytes(*at).to_vec()).collect() }
+}
+
+/// Has the device's assembler look at a kernel, where there is one: from `cargo xtask ptxas`, or on the path.
+fn assemble(image: &KernelImage) {
+    let Some(ptxas) = ptxas() else { return println!("skipped: no ptxas; `cargo xtask ptxas` installs it") };
+    let folder = std::env::temp_dir().join(format!("tensor-wasm-ptx-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let name = hash(&image.ptx);
+    let file = folder.join(format!("{name:x}.ptx"));
+    if file.exists() {
+        return;
+    }
+    std::fs::write(&file, &image.ptx).unwrap();
+    for device in DEVICES {
+        let output = Command::new(ptxas).args(["-arch", device, "-o", "/dev/null"]).arg(&file).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{} for {device}: {said}\n{}", image.name, image.ptx);
+    }
+}
+
+fn ptxas() -> Option<&'static str> {
+    let installed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/ptxas/ptxas");
+    let found = |name: &&str| Command::new(name).arg("--version").output().is_ok_and(|output| output.status.success());
+    [installed, "ptxas"].into_iter().find(found)
+}
+
+fn hash(text: &str) -> u64 {
+    use std::hash::{DefaultHasher, Hash, Hasher};
+    let mut hasher = DefaultHasher::new();
+    text.hash(&mut hasher);
+    hasher.finish()
+}
+
+fn guest() -> Vec<u8> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/guests/kernels.wasm");
+    std::fs::read(path).expect("run `cargo xtask guests` first")
+}
+
+fn floats(seed: u64, count: usize) -> Vec<f32> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    (0..count).map(|_| rng.random_range(-10.0..10.0)).collect()
+}
+
+fn bytes(floats: &[f32]) -> Vec<u8> {
+    floats.iter().flat_map(|f| f.to_le_bytes()).collect()
+}
+
+fn read(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+}
+
+fn poison(count: usize) -> Vec<u8> {
+    vec![0xff; count * 4]
+}
+
+#[test]
+fn saxpy_computes_and_stops_where_it_should() {
+    let (wasm, n) = (guest(), 1000);
+    let (x, y) = (floats(1, n), floats(2, n));
+    let args = |x: &[f32], y: &[f32]| [Arg::I32(n as i32), Arg::F32(2.5), Arg::Buffer(bytes(x)), Arg::Buffer(bytes(y))];
+    let done = launch(&wasm, "saxpy", [8, 1, 1], [128, 1, 1], &args(&x, &y));
+    assert_eq!(done.trap, None);
+    let expected: Vec<f32> = x.iter().zip(&y).map(|(x, y)| 2.5_f32.mul_add(*x, *y)).collect();
+    assert_eq!(read(&done.buffers[1]), expected);
+    // One element too few, of either.
+    for (x, y, which) in [(&x[..n - 1], &y[..], 2), (&x[..], &y[..n - 1], 3)] {
+        let trap = launch(&wasm, "saxpy", [8, 1, 1], [128, 1, 1], &args(x, y)).trap.unwrap();
+        assert_eq!(trap.kind, TrapKind::OutOfBounds);
+        assert_eq!(trap.outside, Some((Memory::Argument(which), 4 * (n as u32 - 1))));
+        assert_eq!((trap.group, trap.item), ([7, 0, 0], [103, 0, 0]), "the item that did it");
+        let text = trap.to_string();
+        assert!(text.contains("at byte 3996 of argument") && text.contains("in saxpy at byte 0x"), "{text}");
+    }
+}
+
+#[test]
+fn matrices_are_multiplied_both_ways_at_every_size() {
+    let wasm = guest();
+    for n in [1, 2, 3, 4, 5, 7, 8, 13, 16, 32] {
+        let (a, b) = (floats(n as u64, n * n), floats(n as u64 + 1, n * n));
+        let args = [Arg::I32(n as i32), Arg::Buffer(bytes(&a)), Arg::Buffer(bytes(&b)), Arg::Buffer(poison(n * n))];
+        let mut expected = vec![0.0_f32; n * n];
+        for (at, out) in expected.iter_mut().enumerate() {
+            for k in 0..n {
+                *out = a[at / n * n + k].mul_add(b[k * n + at % n], *out);
+            }
+        }
+        let side = n.div_ceil(8) as u32;
+        let done = launch(&wasm, "matmul", [side, side, 1], [8, 8, 1], &args);
+        assert_eq!(done.trap, None);
+        assert_eq!(read(&done.buffers[2]), expected, "{n}");
+        if n % 16 == 0 {
+            let side = n as u32 / 16;
+            let done = launch(&wasm, "matmul_tiled", [side, side, 1], [16, 16, 1], &args);
+            assert_eq!(done.trap, None);
+            assert_eq!(read(&done.buffers[2]), expected, "{n}, tiled");
+        }
+        // One element too few, where only the last round of a loop gets there.
+        for short in [1, 2] {
+            let mut args = args.clone();
+            let Arg::Buffer(bytes) = &mut args[short] else { unreachable!() };
+            bytes.truncate(bytes.len() - 4);
+            let trap = launch(&wasm, "matmul", [side, side, 1], [8, 8, 1], &args).trap.unwrap();
+            assert_eq!(trap.kind, TrapKind::OutOfBounds, "{n}");
+            let names = matches!(trap.outside, Some((Memory::Argument(which), _)) if which as usize == short);
+            assert!(names || n == 1, "{trap}");
+        }
+    }
+}
+
+#[test]
+fn the_rest_of_the_guests_kernels_compute_what_they_should() {
+    let wasm = guest();
+    let (width, height) = (37, 21);
+    let from = floats(3, width * height);
+    let args = [
+        Arg::I32(width as i32),
+        Arg::I32(height as i32),
+        Arg::Buffer(bytes(&from)),
+        Arg::Buffer(poison(width * height)),
+    ];
+    let done = launch(&wasm, "stencil", [5, 3, 1], [8, 8, 1], &args);
+    assert_eq!(done.trap, None);
+    let out = read(&done.buffers[1]);
+    for y in 0..height {
+        for x in 0..width {
+            let at = y * width + x;
+            if x == 0 || y == 0 || x == width - 1 || y == height - 1 {
+                assert!(out[at].is_nan(), "the edge is left alone");
+            } else {
+                let sum = from[at - 1] + from[at + 1] + from[at - width] + from[at + width];
+                assert_eq!(out[at], 0.1_f32.mul_add(sum - 4.0 * from[at], from[at]));
+            }
+        }
+    }
+    let mut rng = StdRng::seed_from_u64(5);
+    let rows = 100;
+    let mut starts = vec![0_i32];
+    for _ in 0..rows {
+        starts.push(starts[starts.len() - 1] + rng.random_range(0..9));
+    }
+    let entries = starts[rows] as usize;
+    let columns: Vec<i32> = (0..entries).map(|_| rng.random_range(0..rows as i32)).collect();
+    let (values, x) = (floats(6, entries), floats(7, rows));
+    let ints = |ints: &[i32]| Arg::Buffer(ints.iter().flat_map(|i| i.to_le_bytes()).collect());
+    let args = [
+        Arg::I32(rows as i32),
+        ints(&starts),
+        ints(&columns),
+        Arg::Buffer(bytes(&values)),
+        Arg::Buffer(bytes(&x)),
+        Arg::Buffer(poison(rows)),
+    ];
+    let done = launch(&wasm, "spmv", [4, 1, 1], [32, 1, 1], &args);
+    assert_eq!(done.trap, None);
+    for (row, found) in read(&done.buffers[4]).into_iter().enumerate() {
+        let own = starts[row] as usize..starts[row + 1] as usize;
+        assert_eq!(found, own.fold(0.0, |sum, at| values[at].mul_add(x[columns[at] as usize], sum)), "row {row}");
+    }
+    // A column that is not there.
+    let mut bad = columns.clone();
+    bad[entries / 2] = rows as i32;
+    let mut wrong = args.clone();
+    wrong[2] = ints(&bad);
+    let trap = launch(&wasm, "spmv", [4, 1, 1], [32, 1, 1], &wrong).trap.unwrap();
+    assert_eq!(trap.outside, Some((Memory::Argument(4), 4 * rows as u32)));
+    let bodies = 256;
+    let all = floats(8, bodies * 4);
+    let args = [Arg::I32(bodies as i32), Arg::Buffer(bytes(&all)), Arg::Buffer(poison(bodies * 4))];
+    let done = launch(&wasm, "nbody", [1, 1, 1], [256, 1, 1], &args);
+    assert_eq!(done.trap, None);
+    for (i, found) in read(&done.buffers[1]).chunks(4).enumerate() {
+        let mut expected = [0.0_f64; 3];
+        for other in all.chunks(4) {
+            let d: Vec<f64> = (0..3).map(|axis| f64::from(other[axis]) - f64::from(all[4 * i + axis])).collect();
+            let inverse = (d[0] * d[0] + d[1] * d[1] + d[2] * d[2] + 1e-3).sqrt().recip();
+            (0..3).for_each(|axis| expected[axis] += f64::from(other[3]) * inverse.powi(3) * d[axis]);
+        }
+        for axis in 0..3 {
+            let error = (f64::from(found[axis]) - expected[axis]).abs();
+            assert!(error <= 1e-3 * expected[axis].abs().max(1.0), "body {i}: {found:?} and {expected:?}");
+        }
+    }
+    // A table of pairs, open addressing.
+    let (slots, mut table) = (64_usize, vec![[0_u32; 2]; 64]);
+    let keys: Vec<u32> = (0..40).map(|_| rng.random_range(1..u32::MAX)).collect();
+    for key in &keys {
+        let mut at = key.wrapping_mul(2_654_435_761) as usize & (slots - 1);
+        while table[at][0] != 0 {
+            at = (at + 1) & (slots - 1);
+        }
+        table[at] = [*key, key ^ 0x55];
+    }
+    let words = |words: Vec<u32>| Arg::Buffer(words.into_iter().flat_map(u32::to_le_bytes).collect());
+    let asked: Vec<u32> = keys.iter().copied().chain([3, 5, 7]).collect();
+    let count = asked.len();
+    let args = [
+        Arg::I32(count as i32),
+        Arg::I32(slots as i32 - 1),
+        words(asked.clone()),
+        words(table.into_iter().flatten().collect()),
+        Arg::Buffer(poison(count)),
+    ];
+    let done = launch(&wasm, "probe", [2, 1, 1], [32, 1, 1], &args);
+    assert_eq!(done.trap, None);
+    for (key, found) in asked.iter().zip(done.buffers[2].chunks(4)) {
+        let expected = if keys.contains(key) { key ^ 0x55 } else { 0 };
+        assert_eq!(u32::from_le_bytes(found.try_into().unwrap()), expected);
+    }
+}
+
+fn wat(body: &str) -> Vec<u8> {
+    let text = format!(
+        r#"(module
+            (import "kernel" "global_id" (func $global_id (param i32) (result i32)))
+            (import "kernel" "local_id" (func $local_id (param i32) (result i32)))
+            (import "kernel" "barrier" (func $barrier))
+            (import "kernel" "shared" (func $shared (param i32) (result i32)))
+            (memory 1)
+            {body})"#
+    );
+    wat::parse_str(text).unwrap()
+}
+
+/// A kernel of one item that accesses `width` bytes at an offset in its only argument.
+fn access(width: u32, is_store: bool) -> Vec<u8> {
+    let instruction = match (width, is_store) {
+        (1, false) => "(drop (i32.load8_u (local.get $p)))",
+        (2, false) => "(drop (i32.load16_u (local.get $p)))",
+        (4, false) => "(drop (i32.load (local.get $p)))",
+        (8, false) => "(drop (f64.load (local.get $p)))",
+        (1, true) => "(i32.store8 (local.get $p) (i32.const 1))",
+        (2, true) => "(i32.store16 (local.get $p) (i32.const 1))",
+        (4, true) => "(f32.store (local.get $p) (f32.const 1))",
+        _ => "(i64.store (local.get $p) (i64.const 1))",
+    };
+    wat(&format!(
+        r#"(func (export "k") (param $at i32) (param $a i32) (local $p i32)
+            (local.set $p (i32.add (local.get $a) (local.get $at))) {instruction})"#
+    ))
+}
+
+#[test]
+fn accesses_at_and_beyond_each_end_at_every_alignment() {
+    for width in [1, 2, 4, 8_u32] {
+        for is_store in [false, true] {
+            let wasm = access(width, is_store);
+            for size in [1, 7, 8, 16, 37, 64_u32] {
+                for at in (-9..9).chain(size as i32 - 9..size as i32 + 9).chain([i32::MIN, i32::MAX, i32::MIN + 3]) {
+                    let args = [Arg::I32(at), Arg::Buffer(vec![0; size as usize])];
+                    let trap = launch(&wasm, "k", [1; 3], [1; 3], &args).trap;
+                    let fits = at >= 0 && at as u64 + u64::from(width) <= u64::from(size);
+                    match trap {
+                        None => assert!(fits, "{width} bytes at {at} of {size}"),
+                        Some(trap) => {
+                            assert!(!fits, "{width} bytes at {at} of {size}");
+                            assert_eq!(trap.kind, TrapKind::OutOfBounds);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn traps_say_what_and_where() {
+    let wasm = wat(r#"(func $divide (param i32 i32) (result i32) (i32.div_s (local.get 0) (local.get 1)))
+           (func (export "divide") (param i32 i32) (param $out i32)
+             (i32.store (local.get $out) (call $divide (local.get 0) (local.get 1))))
+           (func (export "forever") (loop $l (br $l)))
+           (func (export "unreachable") unreachable)
+           (func (export "convert") (param f32) (param $out i32)
+             (i32.store (local.get $out) (i32.trunc_f32_s (local.get 0))))"#);
+    let divide = |a, b| launch(&wasm, "divide", [1; 3], [1; 3], &[Arg::I32(a), Arg::I32(b), Arg::Buffer(vec![0; 4])]);
+    assert_eq!(divide(7, 2).buffers[0], [3, 0, 0, 0]);
+    let zero = divide(7, 0).trap.unwrap();
+    assert_eq!(zero.kind, TrapKind::DivideByZero);
+    assert!(zero.to_string().contains("integer divide by zero (in divide at byte"), "{zero}");
+    assert_eq!(divide(i32::MIN, -1).trap.unwrap().kind, TrapKind::IntegerOverflow);
+    assert_eq!(launch(&wasm, "unreachable", [1; 3], [1; 3], &[]).trap.unwrap().kind, TrapKind::Unreachable);
+    let convert = |x| launch(&wasm, "convert", [1; 3], [1; 3], &[Arg::F32(x), Arg::Buffer(vec![0; 4])]);
+    assert_eq!(convert(-1.5).buffers[0], (-1_i32).to_le_bytes());
+    assert_eq!(convert(f32::NAN).trap.unwrap().kind, TrapKind::BadConversion);
+    assert_eq!(convert(3e9).trap.unwrap().kind, TrapKind::IntegerOverflow);
+    let late = launch_within(&wasm, "forever", [2, 1, 1], [3, 1, 1], &[], 50_000_000).trap.unwrap();
+    assert_eq!(late.kind, TrapKind::Deadline);
+    assert!(late.to_string().starts_with("the deadline passed, in work item"), "{late}");
+}
+
+#[test]
+fn items_that_trap_before_a_barrier_hold_up_nobody() {
+    // Every third item divides by zero; the others meet at the barrier.
+    let wasm = wat(r#"(func (export "k") (param $out i32) (local $i i32) (local $s i32)
+            (local.set $s (call $shared (i32.const 256)))
+            (local.set $i (call $local_id (i32.const 0)))
+            (if (i32.eqz (i32.rem_u (local.get $i) (i32.const 3)))
+              (then (drop (i32.div_u (i32.const 1) (i32.const 0)))))
+            (i32.store (i32.add (local.get $s) (i32.shl (local.get $i) (i32.const 2))) (local.get $i))
+            (call $barrier)
+            (i32.store (i32.add (local.get $out) (i32.shl (local.get $i) (i32.const 2)))
+              (i32.load (i32.add (local.get $s) (i32.shl (i32.xor (local.get $i) (i32.const 1)) (i32.const 2))))))"#);
+    let done = launch(&wasm, "k", [2, 1, 1], [64, 1, 1], &[Arg::Buffer(vec![0; 256])]);
+    assert_eq!(done.trap.unwrap().kind, TrapKind::DivideByZero);
+}
+
+#[test]
+fn what_kernels_cannot_do_is_refused_by_name() {
+    let refused = |body: &str| {
+        let wasm = wat(body);
+        Program::read(&wasm).and_then(|program| program.compile("k", &[]).map(drop)).unwrap_err()
+    };
+    let grow = refused(r#"(func $f (drop (memory.grow (i32.const 1)))) (func (export "k") (call $f))"#);
+    assert!(
+        matches!(&grow, Refusal::Instruction { instruction, place } if instruction == "memory.grow" && place.function == "f"),
+        "{grow}"
+    );
+    let vector = refused(r#"(func (export "k") (drop (v128.const i64x2 0 0)))"#);
+    assert!(vector.to_string().contains("v128.const is not possible in a kernel (in k at byte 0x"), "{vector}");
+    let recursion = refused(r#"(func $f (call $g)) (func $g (call $f)) (func (export "k") (call $f))"#);
+    assert!(recursion.to_string().contains("f calls g calls f"), "{recursion}");
+    let shared = refused(r#"(func (export "k") (drop (call $shared (call $local_id (i32.const 0)))))"#);
+    assert!(matches!(shared, Refusal::Shared { .. }), "{shared}");
+    let returns = refused(r#"(func (export "k") (result i32) (i32.const 1))"#);
+    assert!(returns.to_string().contains("it returns a value"), "{returns}");
+    let other = refused(r#"(func (export "other")) "#);
+    assert!(other.to_string().contains("there is no kernel \"k\"; there are: other"), "{other}");
+    assert!(matches!(Program::read(b"hello").err(), Some(Refusal::NotWasm { .. })));
+    assert!(matches!(Program::read(&vec![0; 10 << 20]).err(), Some(Refusal::TooLarge { .. })));
+    // Each calls the next twice: thirty of them would be a billion.
+    let mut text = String::new();
+    for n in 0..30 {
+        text += &format!("(func $f{n} (call $f{}) (call $f{}))", n + 1, n + 1);
+    }
+    let blow_up = refused(&format!(r#"{text} (func $f30 (drop (i32.const 1))) (func (export "k") (call $f0))"#));
+    assert!(matches!(blow_up, Refusal::TooLong { .. }), "{blow_up}");
+}
+
+#[test]
+fn compiling_is_deterministic_and_takes_time_in_proportion() {
+    let straight = |n: usize| {
+        let adds = "(local.set $x (i32.add (local.get $x) (i32.load (local.get $p))))".repeat(n);
+        wat(&format!(
+            r#"(func (export "k") (param $p i32) (local $x i32) {adds} (i32.store (local.get $p) (local.get $x)))"#
+        ))
+    };
+    let time = |wasm: &[u8]| {
+        let program = Program::read(wasm).unwrap();
+        let runs = (0..5).map(|_| {
+            let started = std::time::Instant::now();
+            let image = program.compile("k", &[true]).unwrap();
+            (started.elapsed(), image)
+        });
+        let mut runs: Vec<_> = runs.collect();
+        assert!(runs.windows(2).all(|pair| pair[0].1 == pair[1].1));
+        runs.sort_by_key(|(elapsed, _)| *elapsed);
+        runs[2].0.as_secs_f64()
+    };
+    let (short, long) = (time(&straight(1_000)), time(&straight(10_000)));
+    assert!(long < 20.0 * short, "{short} s and {long} s");
+}
