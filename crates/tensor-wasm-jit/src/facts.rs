@@ -93,6 +93,8 @@ pub(crate) struct Facts {
     nans: Vec<Nan>,
     /// Of registers that are assigned once, and a constant then.
     constants: Vec<Option<u64>>,
+    /// What a register is the sum of: another, and a number.
+    roots: Vec<(Reg, i32)>,
 }
 
 impl Facts {
@@ -104,7 +106,9 @@ impl Facts {
             zeros: vec![32; count],
             nans: vec![Nan::default(); count],
             constants: constants(body),
+            roots: Vec::new(),
         };
+        facts.roots = facts.find_roots(body);
         for (n, reg) in body.params.iter().enumerate() {
             let is_window = windows.get(n).copied().unwrap_or(false);
             let at = reg.0 as usize;
@@ -222,6 +226,39 @@ impl Facts {
 
     pub(crate) fn constant(&self, reg: Reg) -> Option<u64> {
         self.constants[reg.0 as usize]
+    }
+
+    /// The register that another is a fixed distance from, and that distance.
+    pub(crate) fn root(&self, reg: Reg) -> (Reg, i32) {
+        self.roots[reg.0 as usize]
+    }
+
+    /// A register that is computed from another always belongs to the other's value of the moment: where paths meet, it would
+    /// be another register. So what holds where it is assigned holds wherever it is used.
+    fn find_roots(&self, body: &Body) -> Vec<(Reg, i32)> {
+        let count = u32::try_from(body.types.len()).unwrap_or(u32::MAX);
+        let mut roots: Vec<(Reg, i32)> = (0..count).map(|n| (Reg(n), 0)).collect();
+        let number = |reg: &Reg| self.constant(*reg).map(|bits| low_half(bits).cast_signed());
+        for op in &body.ops {
+            let (to, from, by) = match op {
+                Op::Bin { op: Bin::I32Add, to, a, b, .. } => match (number(a), number(b)) {
+                    (None, Some(by)) => (*to, *a, by),
+                    (Some(by), None) => (*to, *b, by),
+                    _ => continue,
+                },
+                Op::Bin { op: Bin::I32Sub, to, a, b, .. } => match (number(a), number(b)) {
+                    (None, Some(by)) => (*to, *a, by.wrapping_neg()),
+                    _ => continue,
+                },
+                _ => continue,
+            };
+            let (root, distance) = roots[from.0 as usize];
+            // Near ones only: what is far apart is not checked together anyway.
+            if let Some(distance) = distance.checked_add(by).filter(|distance| distance.unsigned_abs() < 1 << 16) {
+                roots[to.0 as usize] = (root, distance);
+            }
+        }
+        roots
     }
 
     /// Where an address comes from, if from one place only.

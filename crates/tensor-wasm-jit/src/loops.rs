@@ -29,13 +29,14 @@ pub(crate) type Term = (Reg, u32, bool);
 /// An address that goes along with the count.
 #[derive(Debug, Clone)]
 pub(crate) struct Pointer {
-    /// The register that accesses use.
+    /// The register that accesses are a fixed distance from.
     pub address: Reg,
     /// Its value before the loop is the sum of these.
     pub terms: Vec<Term>,
     pub step: Step,
-    /// The end of the highest byte that is accessed, relative to the address.
-    pub high: u32,
+    /// The lowest byte that is accessed and the end of the highest, relative to the address.
+    pub low: i32,
+    pub high: i32,
 }
 
 /// A loop that counts.
@@ -46,6 +47,8 @@ pub(crate) struct Counted {
     pub body: std::ops::Range<usize>,
     /// What is moved before it goes round.
     pub moves: Moves,
+    /// The operations that do so.
+    pub moves_at: std::ops::Range<usize>,
     /// Where its end is.
     pub end: usize,
     pub counter: Reg,
@@ -60,7 +63,12 @@ pub(crate) struct Counted {
 }
 
 /// The counted loop that begins with an operation, if it is one.
-pub(crate) fn counted(body: &Body, start: usize, constant: impl Fn(Reg) -> Option<u64>) -> Option<Counted> {
+pub(crate) fn counted(
+    body: &Body,
+    start: usize,
+    constant: impl Fn(Reg) -> Option<u64>,
+    root: impl Fn(Reg) -> (Reg, i32),
+) -> Option<Counted> {
     let Op::Loop { label } = body.ops[start] else { return None };
     let (end, labels) = end_of(body, start, label)?;
     let (tail, condition, moves) = tail_of(body, start, end, label)?;
@@ -72,22 +80,23 @@ pub(crate) fn counted(body: &Body, start: usize, constant: impl Fn(Reg) -> Optio
     let mut failed: HashSet<Reg> = HashSet::new();
     for op in &body.ops[start + 1..tail] {
         let (Op::Load { at, access, .. } | Op::Store { at, access, .. }) = op else { continue };
-        if failed.contains(&at.base) {
+        let (address, distance) = root(at.base);
+        let Some(low) = i32::try_from(at.offset).ok().and_then(|offset| distance.checked_add(offset)) else { continue };
+        let Some(high) = low.checked_add_unsigned(access.bytes) else { continue };
+        if failed.contains(&address) {
             continue;
         }
-        let Some(end) = at.offset.checked_add(access.bytes).filter(|end| *end < 1 << 30) else { continue };
-        let found = pointers.entry(at.base);
-        match found {
+        match pointers.entry(address) {
             std::collections::hash_map::Entry::Occupied(mut own) => {
                 let own = own.get_mut();
-                own.high = own.high.max(end);
+                (own.low, own.high) = (own.low.min(low), own.high.max(high));
             }
-            std::collections::hash_map::Entry::Vacant(place) => match view.pointer(at.base) {
+            std::collections::hash_map::Entry::Vacant(place) => match view.pointer(address) {
                 Some((terms, step)) => {
-                    place.insert(Pointer { address: at.base, terms, step, high: end });
+                    place.insert(Pointer { address, terms, step, low, high });
                 }
                 None => {
-                    failed.insert(at.base);
+                    failed.insert(address);
                 }
             },
         }
@@ -97,6 +106,7 @@ pub(crate) fn counted(body: &Body, start: usize, constant: impl Fn(Reg) -> Optio
     Some(Counted {
         label,
         body: start + 1..tail,
+        moves_at: if moves.is_empty() { tail..tail } else { tail + 1..tail + 1 + moves.len() },
         moves,
         end,
         counter,

@@ -192,7 +192,7 @@ impl<'g> Instance<'g> {
             Ok(kernel) => kernel,
             Err(refusal) => {
                 let why = refusal.to_string();
-                self.is_behind = why.contains("memory.grow").then(|| why.clone());
+                self.is_behind = (why.contains("memory.grow") && !name.starts_with("as-")).then(|| why.clone());
                 return Outcome::Refused(why);
             }
         };

@@ -141,9 +141,9 @@ pub unsafe extern "C" fn spmv(
     }
 }
 
-/// Looks keys up in a table of (key, value) with open addressing; `mask` is its size less one.
+/// Looks keys up in a table of (key, value) with open addressing; `mask` is its size less one. Each pair is read at once.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn probe(n: i32, mask: i32, keys: *const u32, table: *const [u32; 2], out: *mut u32) {
+pub unsafe extern "C" fn probe(n: i32, mask: i32, keys: *const u32, table: *const u64, out: *mut u32) {
     unsafe {
         let i = global_id(0);
         if i >= n {
@@ -152,7 +152,8 @@ pub unsafe extern "C" fn probe(n: i32, mask: i32, keys: *const u32, table: *cons
         let key = *keys.add(i as usize);
         let mut at = key.wrapping_mul(2_654_435_761) & mask as u32;
         let found = loop {
-            let [own, value] = *table.add(at as usize);
+            let pair = *table.add(at as usize);
+            let (own, value) = (pair as u32, (pair >> 32) as u32);
             if own == key {
                 break value;
             }

@@ -282,6 +282,18 @@ impl Run<'_> {
                 whole[..*size].copy_from_slice(self.params.get(*offset..offset + size).ok_or("too few parameters")?);
                 u64::from_le_bytes(whole)
             }
+            ["ld", rest @ .., count @ ("v2" | "v4"), ty] => {
+                let (count, len) = (if *count == "v2" { 2 } else { 4 }, type_bytes(ty).ok_or("of which type?")?);
+                let address = self.address(item, operands.get(count).ok_or("where from?")?)?;
+                if !address.is_multiple_of((count * len) as u64) {
+                    return Err(format!("{address:#x} is not aligned to {} bytes", count * len));
+                }
+                for (n, operand) in operands[..count].iter().enumerate() {
+                    let Operand::Register(to) = operand else { return Err("where to?".to_owned()) };
+                    item.registers[*to] = self.load(item, space(rest), address + (n * len) as u64, len)?;
+                }
+                return Ok(next);
+            }
             ["ld", rest @ .., ty] => {
                 let len = type_bytes(ty).ok_or("of which type?")?;
                 let address = self.address(item, &operands[1])?;

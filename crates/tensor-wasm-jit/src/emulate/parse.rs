@@ -117,6 +117,7 @@ impl Unit {
         let (opcode, rest) = line.split_once(' ').unwrap_or((line, ""));
         let opcode = opcode.split('.').map(str::to_owned).collect();
         let mut operands = Vec::new();
+        let rest = rest.replace(['{', '}'], "");
         for operand in rest.split(',').map(str::trim).filter(|text| !text.is_empty()) {
             operands.push(self.operand(operand).ok_or_else(|| format!("line {n}: what is {operand}?"))?);
         }

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-use super::{Emitter, FUEL, Fast, Region, mov_type};
+use super::{Emitter, FUEL, Fast, Region};
 use crate::ir::{Reg, low_half};
 use crate::loops::{self, Counted, Pointer, Step};
 use crate::lower::SHARED_ADDRESS;
@@ -23,7 +23,9 @@ impl Emitter<'_> {
             return;
         }
         let facts = &self.facts;
-        let Some(counted) = loops::counted(self.body, n, |reg| facts.constant(reg)) else { return };
+        let Some(counted) = loops::counted(self.body, n, |reg| facts.constant(reg), |reg| facts.root(reg)) else {
+            return;
+        };
         let cost = u32::try_from(counted.end - n).unwrap_or(FUEL).clamp(1, FUEL);
         let body_ops = counted.body.len();
         let copies = if body_ops <= UNROLLED_OPS_MAX { UNROLL } else { 1 };
@@ -39,7 +41,7 @@ impl Emitter<'_> {
                 Region::Stack => ".local",
                 Region::Shared => ".shared",
             };
-            pointers.insert(pointer.address, (space, name.clone()));
+            pointers.insert(pointer.address, (space, name.clone(), pointer.low));
             steps.push((name, step));
         }
         let label = counted.label.0;
@@ -59,19 +61,21 @@ impl Emitter<'_> {
         let body = self.body;
         for copy in 0..copies {
             let labels = counted.labels.clone();
+            // What another copy has checked is not checked here.
+            self.checked.clear();
             self.fast = Some(Fast { labels, copy: copy as usize, pointers: pointers.clone() });
             for at in counted.body.clone() {
                 self.one(at, &body.ops[at]);
             }
             self.fast = None;
-            for (to, from) in &counted.moves {
-                let (ty, to, from) = (mov_type(body.ty(*to)), self.reg(*to), self.reg(*from));
-                put!(self, "mov.{ty} {to}, {from};");
+            for at in counted.moves_at.clone() {
+                self.one(at, &body.ops[at]);
             }
             for (name, step) in &steps {
                 put!(self, "add.s64 {name}, {name}, {step};");
             }
         }
+        self.checked.clear();
         put!(self, "sub.s32 {left}, {left}, {copies};");
         put!(self, "setp.ge.s32 {q}, {left}, {copies};");
         put!(self, "@{q} bra G{label};");
@@ -153,6 +157,7 @@ impl Emitter<'_> {
             }
         };
         put!(self, "sub.s32 {first}, {first}, {start};");
+        put!(self, "add.s32 {first}, {first}, {};", pointer.low);
         let (from, end, step) = (self.b64(), self.b64(), self.b64());
         put!(self, "cvt.u64.u32 {from}, {first};");
         match pointer.step {
@@ -173,7 +178,7 @@ impl Emitter<'_> {
         put!(self, "mul.lo.s64 {last}, {last}, {step};");
         put!(self, "add.s64 {last}, {last}, {from};");
         for end_of in [&from, &last] {
-            put!(self, "add.s64 {end}, {end_of}, {};", pointer.high);
+            put!(self, "add.s64 {end}, {end_of}, {};", i64::from(pointer.high) - i64::from(pointer.low));
             put!(self, "setp.le.and.u64 {ok}, {end_of}, {size}, {ok};");
             put!(self, "setp.le.and.u64 {ok}, {end}, {size}, {ok};");
         }

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 
+use super::groups::{Member, Part};
 use super::{Emitter, Limit, Region, Target, load_type, scope};
 use crate::facts::Source;
 use crate::ir::{Access, Address, Reg, Rmw, Site, TrapKind, Ty};
@@ -25,8 +26,11 @@ impl Emitter<'_> {
     /// Where an access goes, checked.
     pub(super) fn target(&mut self, at: Address, bytes: u32, is_write: bool, site: Site) -> (Target, bool) {
         let is_aligned = self.facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
-        if is_aligned && let Some((space, pointer)) = self.fast.as_ref().and_then(|fast| fast.pointers.get(&at.base)) {
-            return (Target { space, address: format!("{pointer}+{}", at.offset) }, true);
+        if is_aligned && let Some(target) = self.known_inside(at) {
+            return (target, true);
+        }
+        if let Some(member) = self.groups.members.get(&self.at).copied() {
+            return (self.grouped(member, at, bytes, site), true);
         }
         match self.region(at.base) {
             Some(region) => (self.clamped(region, at, bytes, is_aligned, site), is_aligned),
@@ -34,22 +38,55 @@ impl Emitter<'_> {
         }
     }
 
-    pub(super) fn limit(&mut self, region: Region, bytes: u32, is_aligned: bool, site: Site) -> usize {
-        let is_same = |limit: &Limit| limit.region == region && limit.bytes == bytes && limit.is_aligned == is_aligned;
+    /// An access that was looked at before its loop began.
+    fn known_inside(&self, at: Address) -> Option<Target> {
+        let (root, distance) = self.facts.root(at.base);
+        let (space, pointer, low) = self.fast.as_ref()?.pointers.get(&root)?;
+        let distance = i64::from(distance) + i64::from(at.offset) - i64::from(*low);
+        Some(Target { space, address: format!("{pointer}+{distance}") })
+    }
+
+    /// An access that is checked together with others, by the first of them.
+    fn grouped(&mut self, member: Member, at: Address, bytes: u32, site: Site) -> Target {
+        if member.is_first
+            && let Some(region) = self.region(at.base)
+        {
+            let start = Address { base: member.root, offset: 0 };
+            let target = self.clamped_from(region, start, member.low, member.reach, member.multiple, site);
+            self.checked.insert(member.group, (target.space, target.address));
+        }
+        match self.checked.get(&member.group) {
+            Some((space, address)) => Target { space, address: format!("{address}+{}", member.distance) },
+            // The first was known to be inside, in a loop that counts.
+            None => match self.region(at.base) {
+                Some(region) => self.clamped(region, at, bytes, true, site),
+                None => self.looked_up(at, bytes, true, true, site),
+            },
+        }
+    }
+
+    pub(super) fn limit(&mut self, region: Region, bytes: u32, multiple: u32, site: Site) -> usize {
+        let is_same = |limit: &Limit| limit.region == region && limit.bytes == bytes && limit.multiple == multiple;
         self.limits.iter().position(is_same).unwrap_or_else(|| {
-            self.limits.push(Limit { region, bytes, is_aligned, site });
+            self.limits.push(Limit { region, bytes, multiple, site });
             self.limits.len() - 1
         })
     }
 
     /// An access that cannot leave its region, and is remembered if it would have.
     pub(super) fn clamped(&mut self, region: Region, at: Address, bytes: u32, is_aligned: bool, site: Site) -> Target {
-        let limit = self.limit(region, bytes, is_aligned, site);
+        self.clamped_from(region, at, 0, bytes, if is_aligned { bytes } else { 1 }, site)
+    }
+
+    /// So many bytes from an address, less or more, all of them inside. What they are a multiple of in the region is known.
+    fn clamped_from(&mut self, region: Region, at: Address, low: i32, bytes: u32, multiple: u32, site: Site) -> Target {
+        let limit = self.limit(region, bytes, multiple, site);
         let (base, offset, wide) = (self.reg(at.base), self.b32(), self.b64());
-        if at.offset == 0 {
+        let distance = at.offset.wrapping_add_signed(low);
+        if distance == 0 {
             put!(self, "sub.s32 {offset}, {base}, %base{limit};");
         } else {
-            put!(self, "add.s32 {offset}, {base}, {};", at.offset.cast_signed());
+            put!(self, "add.s32 {offset}, {base}, {};", distance.cast_signed());
             put!(self, "sub.s32 {offset}, {offset}, %base{limit};");
         }
         if at.offset >= OFFSET_WRAPS {
@@ -147,7 +184,15 @@ impl Emitter<'_> {
     }
 
     pub(super) fn load(&mut self, to: Reg, access: Access, at: Address, site: Site) {
+        let vector = self.groups.vectors.get(&self.at).cloned();
+        if let Some(Part::Rest) = vector {
+            return;
+        }
         let (target, is_aligned) = self.target(at, access.bytes, false, site);
+        if let Some(Part::Lead { registers, distance, from_root }) = vector {
+            self.load_vector(&registers, at, &target, distance, from_root);
+            return;
+        }
         let ty = match self.body.ty(to) {
             Ty::F32 => "f32",
             Ty::F64 => "f64",
@@ -188,6 +233,25 @@ impl Emitter<'_> {
         }
         put!(self, "bra {back};");
         self.aside.push_str(&std::mem::replace(&mut self.out, main));
+    }
+
+    /// Loads several registers at once. The target is the first one's in the program, not the lowest.
+    fn load_vector(&mut self, registers: &[Reg], at: Address, target: &Target, distance: u32, from_root: i32) {
+        let (root, _) = self.facts.root(at.base);
+        let pointer = target.address.split('+').next().unwrap_or_default();
+        let is_fast = self.fast.as_ref().and_then(|fast| fast.pointers.get(&root));
+        let from = match is_fast {
+            Some((_, _, low)) => i64::from(from_root) - i64::from(*low),
+            None => i64::from(distance),
+        };
+        let names: Vec<String> = registers.iter().map(|reg| self.reg(*reg)).collect();
+        let ty = match self.body.ty(registers[0]) {
+            Ty::F32 => "f32",
+            Ty::F64 => "f64",
+            Ty::I32 => "u32",
+            Ty::I64 => "u64",
+        };
+        put!(self, "ld{}.v{}.{ty} {{{}}}, [{pointer}+{from}];", target.space, names.len(), names.join(", "));
     }
 
     pub(super) fn store(&mut self, access: Access, at: Address, value: Reg, site: Site) {

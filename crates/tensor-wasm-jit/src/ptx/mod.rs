@@ -21,12 +21,14 @@ macro_rules! put {
 
 mod control;
 mod counted;
+mod groups;
 mod memory;
 mod table;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 
+use groups::Groups;
 use table::{binary, convertible, math, unary};
 
 use crate::facts::Facts;
@@ -55,7 +57,8 @@ enum Region {
 struct Limit {
     region: Region,
     bytes: u32,
-    is_aligned: bool,
+    /// What an offset is a multiple of.
+    multiple: u32,
     /// The first access that it is for.
     site: Site,
 }
@@ -64,8 +67,9 @@ struct Limit {
 struct Fast {
     labels: HashSet<u32>,
     copy: usize,
-    /// Address registers, the state space, and the register that holds the device's address.
-    pointers: HashMap<Reg, (&'static str, String)>,
+    /// Registers that addresses are a fixed distance from; the state space, the register that holds the device's address, and
+    /// how far below the other that is.
+    pointers: HashMap<Reg, (&'static str, String, i32)>,
 }
 
 /// Where an access goes: in a state space, at an address in a register.
@@ -97,6 +101,12 @@ struct Emitter<'b> {
     /// Operations that were written more than once.
     copied: usize,
     asides: u32,
+    /// Accesses that are checked together, by the numbers of their operations; and those that were, by their groups: the state
+    /// space and a register with the address of the lowest.
+    groups: Groups,
+    checked: HashMap<usize, (&'static str, String)>,
+    /// The operation that is being written.
+    at: usize,
     /// The operation before which the work item looks whether the launch was stopped.
     look_before: usize,
 }
@@ -127,8 +137,12 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> KernelImage
         skipped: HashSet::new(),
         copied: 0,
         asides: 0,
+        groups: Groups::default(),
+        checked: HashMap::new(),
+        at: 0,
         look_before: look_before(body),
     };
+    emitter.groups = groups::groups(body, &emitter.facts, |reg| emitter.region(reg).is_some());
     emitter.operations();
     let needed = |n: usize| {
         let is_own = |limit: &&Limit| limit.region == Region::Window(u16::try_from(n).unwrap_or(u16::MAX));
@@ -299,19 +313,18 @@ impl Emitter<'_> {
 
     fn one(&mut self, n: usize, op: &Op) {
         let body = self.body;
+        self.at = n;
+        self.operation(n, op);
+        // Where computed NaNs come together with others whose bits count, they become the one NaN as they come.
+        if let Some(to) = op.to()
+            && self.facts.is_mixed(to)
+            && body.ty(to).is_float()
+            && !matches!(op, Op::Load { .. } | Op::Const { .. })
+            && !self.keeps_bits(op)
         {
-            self.operation(n, op);
-            // Where computed NaNs come together with others whose bits count, they become the one NaN as they come.
-            if let Some(to) = op.to()
-                && self.facts.is_mixed(to)
-                && body.ty(to).is_float()
-                && !matches!(op, Op::Load { .. } | Op::Const { .. })
-                && !self.keeps_bits(op)
-            {
-                let from = self.canonical(to);
-                let (to, ty) = (self.reg(to), if body.ty(to) == Ty::F64 { "f64" } else { "f32" });
-                put!(self, "mov.{ty} {to}, {from};");
-            }
+            let from = self.canonical(to);
+            let (to, ty) = (self.reg(to), if body.ty(to) == Ty::F64 { "f64" } else { "f32" });
+            put!(self, "mov.{ty} {to}, {from};");
         }
     }
 
@@ -319,7 +332,8 @@ impl Emitter<'_> {
     fn keeps_bits(&self, op: &Op) -> bool {
         match op {
             Op::Move { from, .. } => !self.facts.is_computed(*from),
-            Op::Select { a, b, .. } => !self.facts.is_computed(*a) && !self.facts.is_computed(*b),
+            // Whichever was computed was seen to before.
+            Op::Select { .. } => true,
             Op::Un { op: Un::F32Neg | Un::F32Abs | Un::F64Neg | Un::F64Abs, a, .. } => !self.facts.is_computed(*a),
             Op::Un { op: Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => true,
             Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => true,
@@ -376,8 +390,12 @@ impl Emitter<'_> {
             }
             Op::Select { to, condition, a, b } => {
                 let q = self.test(*condition);
+                let is_mixed = self.facts.is_mixed(*to);
                 let (ty, to) = (mov_type(self.body.ty(*to)), self.reg(*to));
-                let (a, b) = (self.reg(*a), self.reg(*b));
+                let (a, b) = match is_mixed {
+                    true => (self.observed(*a), self.observed(*b)),
+                    false => (self.reg(*a), self.reg(*b)),
+                };
                 put!(self, "selp.{ty} {to}, {a}, {b}, {q};");
             }
             Op::Id { id, to, dimension } => self.id(*id, *to, *dimension),
@@ -641,11 +659,13 @@ impl Emitter<'_> {
         for n in 0..self.limits.len() {
             self.set_limit(n);
         }
-        self.first_poll();
+        if self.look_before < body.ops.len() {
+            self.first_poll();
+        }
     }
 
     fn set_limit(&mut self, n: usize) {
-        let Limit { region, bytes, is_aligned, .. } = self.limits[n];
+        let Limit { region, bytes, multiple, .. } = self.limits[n];
         put!(self, "mov.b32 %worst{n}, 0;");
         let fixed = match region {
             Region::Window(_) => None,
@@ -655,7 +675,7 @@ impl Emitter<'_> {
         if let Some((start, size)) = fixed {
             // Where nothing fits, every offset is too large.
             let (start, limit) = match size.checked_sub(bytes) {
-                Some(limit) => (start, if is_aligned { limit & !(bytes - 1) } else { limit }),
+                Some(limit) => (start, limit & !(multiple - 1)),
                 None => (start ^ 1 << 31, 0),
             };
             put!(self, "mov.b32 %base{n}, {};", start.cast_signed());
@@ -668,8 +688,8 @@ impl Emitter<'_> {
         put!(self, "cvt.u32.u64 {size}, %size{window};");
         // A launch sees to it that this much is there.
         put!(self, "sub.s32 %limit{n}, {size}, {bytes};");
-        if is_aligned && bytes > 1 {
-            put!(self, "and.b32 %limit{n}, %limit{n}, {};", (!(bytes - 1)).cast_signed());
+        if multiple > 1 {
+            put!(self, "and.b32 %limit{n}, %limit{n}, {};", (!(multiple - 1)).cast_signed());
         }
     }
 

@@ -1,0 +1,191 @@
+//! Accesses that are checked together: those of one width whose addresses are a fixed distance apart, with nothing between
+//! them that could keep the later ones from being reached. And loads among them that are done at once, as a vector.
+
+use std::collections::HashMap;
+
+use crate::facts::Facts;
+use crate::ir::{Body, Op, Reg, Ty};
+
+/// How far apart they may be, in bytes. A window must have as much as the group reaches over.
+const REACH_MAX: i64 = 1 << 10;
+
+/// The longest vector that a device loads at once.
+const VECTOR_BYTES_MAX: i64 = 16;
+
+/// What an access has in common with others.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Member {
+    pub group: usize,
+    /// The register that all of them are a fixed distance from.
+    pub root: Reg,
+    /// From the lowest of them, the distance of this one.
+    pub distance: u32,
+    /// From the root, the distance of the lowest.
+    pub low: i32,
+    /// From the beginning of the lowest to the end of the highest.
+    pub reach: u32,
+    /// What the lowest is a multiple of.
+    pub multiple: u32,
+    pub is_first: bool,
+}
+
+/// A load's part in a vector.
+#[derive(Debug, Clone)]
+pub(super) enum Part {
+    /// It loads all of them, from the lowest on.
+    Lead { registers: Vec<Reg>, distance: u32, from_root: i32 },
+    /// It was loaded before.
+    Rest,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Groups {
+    pub members: HashMap<usize, Member>,
+    pub vectors: HashMap<usize, Part>,
+    count: usize,
+}
+
+#[derive(Debug)]
+struct Group {
+    root: Reg,
+    bytes: u32,
+    low: i64,
+    high: i64,
+    accesses: Vec<Access>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Access {
+    operation: usize,
+    /// From the root.
+    distance: i64,
+    /// What is loaded, if it is a load of whole registers.
+    loaded: Option<Reg>,
+    /// How many stores came before.
+    epoch: usize,
+}
+
+/// Finds the groups, for operations by their numbers. `is_wanted` says whether an address can be checked so at all.
+pub(super) fn groups(body: &Body, facts: &Facts, is_wanted: impl Fn(Reg) -> bool) -> Groups {
+    let mut groups = Groups::default();
+    let mut open: HashMap<(Reg, u32), Group> = HashMap::new();
+    let mut epoch = 0;
+    for (n, op) in body.ops.iter().enumerate() {
+        match op {
+            Op::Load { access, at, .. } | Op::Store { access, at, .. } => {
+                let loaded = match op {
+                    Op::Load { to, .. } if body.ty(*to).bytes() == access.bytes => Some(*to),
+                    _ => None,
+                };
+                epoch += usize::from(matches!(op, Op::Store { .. }));
+                let bytes = access.bytes;
+                let is_aligned = facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
+                if !is_aligned || at.offset >= 1 << 16 || !is_wanted(at.base) {
+                    continue;
+                }
+                let (root, distance) = facts.root(at.base);
+                let distance = i64::from(distance) + i64::from(at.offset);
+                let (low, high) = (distance, distance + i64::from(bytes));
+                let fresh = || Group { root, bytes, low, high, accesses: Vec::new() };
+                let group = open.entry((root, bytes)).or_insert_with(fresh);
+                if high.max(group.high) - low.min(group.low) > REACH_MAX {
+                    groups.close(std::mem::replace(group, fresh()), body, facts);
+                }
+                (group.low, group.high) = (group.low.min(low), group.high.max(high));
+                group.accesses.push(Access { operation: n, distance, loaded, epoch });
+            }
+            Op::Atomic { .. } | Op::AtomicStore { .. } | Op::AtomicLoad { .. } | Op::Fence => epoch += 1,
+            Op::Block { .. }
+            | Op::Loop { .. }
+            | Op::If { .. }
+            | Op::Else { .. }
+            | Op::End { .. }
+            | Op::Branch { .. }
+            | Op::BranchIf { .. }
+            | Op::BranchTable { .. }
+            | Op::Barrier { .. }
+            | Op::Trap { .. }
+            | Op::Return => {
+                // In one order, so that the same kernel is always compiled the same.
+                let mut ended: Vec<Group> = open.drain().map(|(_, group)| group).collect();
+                ended.sort_unstable_by_key(|group| group.accesses.first().map_or(0, |access| access.operation));
+                ended.into_iter().for_each(|group| groups.close(group, body, facts));
+            }
+            _ => {}
+        }
+    }
+    groups
+}
+
+impl Groups {
+    fn close(&mut self, group: Group, body: &Body, facts: &Facts) {
+        let Group { root, bytes, mut low, high, accesses } = group;
+        if accesses.len() < 2 {
+            return;
+        }
+        self.count += 1;
+        let vectors = vectors(root, bytes, &accesses, facts, |reg| body.ty(reg));
+        let longest = vectors.iter().map(|vector| length(vector.len(), bytes)).max().unwrap_or(0);
+        let multiple = i64::from(bytes).max(longest);
+        // A window begins at a multiple of 16 too: going down to one never leaves it.
+        low = low.div_euclid(multiple) * multiple;
+        let near = |distance: i64| u32::try_from(distance - low).unwrap_or(0);
+        let small = |distance: i64| i32::try_from(distance).unwrap_or(0);
+        for (at, access) in accesses.iter().enumerate() {
+            let member = Member {
+                group: self.count,
+                root,
+                distance: near(access.distance),
+                low: small(low),
+                reach: near(high),
+                multiple: u32::try_from(multiple).unwrap_or(bytes),
+                is_first: at == 0,
+            };
+            self.members.insert(access.operation, member);
+        }
+        for vector in vectors {
+            let Some(lead) = vector.iter().map(|access| access.operation).min() else { continue };
+            let distance = vector.first().map_or(0, |access| access.distance);
+            for access in &vector {
+                self.vectors.insert(access.operation, Part::Rest);
+            }
+            let registers = vector.iter().filter_map(|access| access.loaded).collect();
+            self.vectors.insert(lead, Part::Lead { registers, distance: near(distance), from_root: small(distance) });
+        }
+    }
+}
+
+fn length(count: usize, bytes: u32) -> i64 {
+    i64::try_from(count).unwrap_or(0) * i64::from(bytes)
+}
+
+/// Loads that lie side by side and begin at a multiple of their size, with no store between them: twos and fours.
+fn vectors(root: Reg, bytes: u32, accesses: &[Access], facts: &Facts, ty: impl Fn(Reg) -> Ty) -> Vec<Vec<Access>> {
+    let mut loads: Vec<Access> = accesses.iter().filter(|access| access.loaded.is_some()).copied().collect();
+    if bytes < 4 {
+        return Vec::new();
+    }
+    // Of one type: those of the first.
+    let first = loads.first().and_then(|access| access.loaded).map(&ty);
+    loads.retain(|access| access.loaded.map(&ty) == first);
+    loads.sort_unstable_by_key(|access| (access.epoch, access.distance, access.operation));
+    loads.dedup_by_key(|access| (access.epoch, access.distance));
+    let width = i64::from(bytes);
+    let (mut found, mut at) = (Vec::new(), 0);
+    while at < loads.len() {
+        let fits = |count: &usize| {
+            let whole = length(*count, bytes);
+            let Some(run) = loads.get(at..at + count) else { return false };
+            let is_row =
+                run.windows(2).all(|two| two[1].distance == two[0].distance + width && two[1].epoch == two[0].epoch);
+            let is_aligned = u32::try_from(whole).is_ok_and(|whole| facts.is_aligned(root, whole));
+            whole <= VECTOR_BYTES_MAX && is_row && is_aligned && run[0].distance.rem_euclid(whole) == 0
+        };
+        let count = [4, 2].into_iter().find(fits).unwrap_or(1);
+        if count > 1 {
+            found.push(loads[at..at + count].to_vec());
+        }
+        at += count;
+    }
+    found
+}
