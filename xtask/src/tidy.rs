@@ -139,8 +139,12 @@ fn specification(tree: &Tree) -> Vec<String> {
             if !suite.is_some_and(|text| text.contains(&format!("(\"{case}\", "))) {
                 complaints.push(format!("no case {word}"));
             }
+        } else if let Some(name) = word.strip_prefix("kernels::") {
+            if !has_test(tree.files.get("crates/tensor-wasm-jit/tests/kernels.rs"), name) {
+                complaints.push(format!("no test {word}"));
+            }
         } else if let Some((crate_name, rest)) =
-            word.split_once("::").filter(|(c, _)| ["exec", "api", "gpu"].contains(c))
+            word.split_once("::").filter(|(c, _)| ["exec", "api", "gpu", "jit"].contains(c))
         {
             let (path, name) = rest.rsplit_once("::").unwrap_or(("", rest));
             let base = format!("crates/tensor-wasm-{crate_name}/src/{}", path.replace("::", "/"));

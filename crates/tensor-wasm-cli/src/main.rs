@@ -58,6 +58,7 @@ enum Command {
     Logs(commands::logs::Logs),
     Metrics(commands::metrics::Metrics),
     Devices(commands::devices::Devices),
+    Kernel(commands::kernel::Kernel),
     #[command(hide = true)]
     DeviceWorker(commands::device_worker::DeviceWorker),
     #[command(hide = true)]
@@ -91,6 +92,7 @@ fn main() -> ExitCode {
         Command::Logs(command) => command.execute(&global),
         Command::Metrics(command) => command.execute(&global),
         Command::Devices(command) => command.execute(&global),
+        Command::Kernel(command) => command.execute(&global),
         Command::DeviceWorker(command) => command.execute(),
         Command::CompileWorker(command) => command.execute(),
     };

@@ -5,6 +5,8 @@
 //! against all of them. Where an address comes from must be right for results to be right: an access through the wrong
 //! window would trap.
 
+use std::collections::HashMap;
+
 use crate::ir::{Bin, Body, Op, Reg, Ty, Un, low_half};
 
 /// Going over the operations this often finds nearly everything; what still changes then is taken to be unknown. Code that
@@ -95,6 +97,8 @@ pub(crate) struct Facts {
     constants: Vec<Option<u64>>,
     /// What a register is the sum of: another, and a number.
     roots: Vec<(Reg, i32)>,
+    /// What is added to the address of a window to make a register.
+    beyond: HashMap<Reg, (u16, Reg)>,
 }
 
 impl Facts {
@@ -107,6 +111,7 @@ impl Facts {
             nans: vec![Nan::default(); count],
             constants: constants(body),
             roots: Vec::new(),
+            beyond: beyond(body, windows),
         };
         facts.roots = facts.find_roots(body);
         for (n, reg) in body.params.iter().enumerate() {
@@ -213,8 +218,9 @@ impl Facts {
             },
             Op::Move { from, .. } => of(from),
             Op::Select { a, b, .. } => Nan { raw: of(a).raw | of(b).raw, computed: of(a).computed | of(b).computed },
-            Op::Un { op: Un::F32Neg | Un::F32Abs | Un::F64Neg | Un::F64Abs, a, .. } => of(a),
-            Op::Un { op: Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => raw,
+            Op::Un { op: Un::F32Abs | Un::F64Abs, a, .. } => of(a),
+            // Its sign is seen.
+            Op::Un { op: Un::F32Neg | Un::F64Neg | Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => raw,
             Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => raw,
             Op::Un { op, .. } if op.to().is_float() => computed,
             Op::Bin { op, .. } if op.to().is_float() => computed,
@@ -231,6 +237,11 @@ impl Facts {
     /// The register that another is a fixed distance from, and that distance.
     pub(crate) fn root(&self, reg: Reg) -> (Reg, i32) {
         self.roots[reg.0 as usize]
+    }
+
+    /// What a register is beyond the address of a window, if that is a register too.
+    pub(crate) fn beyond(&self, reg: Reg, window: u16) -> Option<Reg> {
+        self.beyond.get(&reg).filter(|(own, _)| *own == window).map(|(_, beyond)| *beyond)
     }
 
     /// A register that is computed from another always belongs to the other's value of the moment: where paths meet, it would
@@ -284,6 +295,45 @@ impl Facts {
         let nan = self.nans[reg.0 as usize];
         nan.computed && nan.raw
     }
+}
+
+/// Parameters that addresses of accesses come from.
+pub(crate) fn pointers(body: &Body) -> Vec<bool> {
+    let possible: Vec<bool> = body.params.iter().map(|reg| body.ty(*reg) == Ty::I32).collect();
+    let facts = Facts::of(body, &possible);
+    let mut pointers = vec![false; possible.len()];
+    for op in &body.ops {
+        let address = match op {
+            Op::Load { at, .. }
+            | Op::Store { at, .. }
+            | Op::AtomicLoad { at, .. }
+            | Op::AtomicStore { at, .. }
+            | Op::Atomic { at, .. } => at.base,
+            Op::CheckRange { start, .. } => *start,
+            _ => continue,
+        };
+        if let Some(Source::Param(n)) = facts.source(address) {
+            pointers[usize::from(n)] = true;
+        }
+    }
+    pointers
+}
+
+fn beyond(body: &Body, windows: &[bool]) -> HashMap<Reg, (u16, Reg)> {
+    let numbers = body.params.iter().zip(windows).zip(0_u16..);
+    let windows: HashMap<Reg, u16> =
+        numbers.filter(|((_, is_window), _)| **is_window).map(|((reg, _), n)| (*reg, n)).collect();
+    let mut beyond = HashMap::new();
+    for op in &body.ops {
+        if let Op::Bin { op: Bin::I32Add, to, a, b, .. } = op {
+            match (windows.get(a), windows.get(b)) {
+                (Some(window), None) => drop(beyond.insert(*to, (*window, *b))),
+                (None, Some(window)) => drop(beyond.insert(*to, (*window, *a))),
+                _ => {}
+            }
+        }
+    }
+    beyond
 }
 
 fn constants(body: &Body) -> Vec<Option<u64>> {

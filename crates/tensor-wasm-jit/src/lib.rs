@@ -49,6 +49,12 @@ impl Program<'_> {
         Ok(ptx::emit(&body, windows, is_small))
     }
 
+    /// The parameters of a kernel that memory is accessed through, as far as can be told: they will be given buffers.
+    pub fn pointers(&self, kernel: &str) -> Result<Vec<bool>, Refusal> {
+        let body = lower::lower(self, kernel)?;
+        Ok(facts::pointers(&body))
+    }
+
     /// Compiles any exported function, with two windows before its parameters: one for results and globals, eight bytes each
     /// (globals from byte 512 on), and one that is the module's memory. For comparing with other engines.
     pub fn compile_call(&self, function: &str) -> Result<KernelImage, Refusal> {

@@ -8,6 +8,7 @@ pub(crate) mod devices;
 pub(crate) mod functions;
 pub(crate) mod invoke;
 pub(crate) mod jobs;
+pub(crate) mod kernel;
 pub(crate) mod logs;
 pub(crate) mod metrics;
 pub(crate) mod revisions;

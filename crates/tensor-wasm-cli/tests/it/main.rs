@@ -21,6 +21,7 @@ mod hostile;
 mod http;
 mod invoke;
 mod jobs;
+mod kernel;
 mod run;
 mod shutdown;
 mod support;

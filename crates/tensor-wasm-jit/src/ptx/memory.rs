@@ -83,7 +83,15 @@ impl Emitter<'_> {
         let limit = self.limit(region, bytes, multiple, site);
         let (base, offset, wide) = (self.reg(at.base), self.b32(), self.b64());
         let distance = at.offset.wrapping_add_signed(low);
-        if distance == 0 {
+        // What was added to the window's address is the offset; no need to subtract the address again.
+        let beyond = match region {
+            Region::Window(window) => self.facts.beyond(at.base, window),
+            Region::Stack | Region::Shared => None,
+        };
+        if let Some(beyond) = beyond {
+            let beyond = self.reg(beyond);
+            put!(self, "add.s32 {offset}, {beyond}, {};", distance.cast_signed());
+        } else if distance == 0 {
             put!(self, "sub.s32 {offset}, {base}, %base{limit};");
         } else {
             put!(self, "add.s32 {offset}, {base}, {};", distance.cast_signed());

@@ -334,8 +334,8 @@ impl Emitter<'_> {
             Op::Move { from, .. } => !self.facts.is_computed(*from),
             // Whichever was computed was seen to before.
             Op::Select { .. } => true,
-            Op::Un { op: Un::F32Neg | Un::F32Abs | Un::F64Neg | Un::F64Abs, a, .. } => !self.facts.is_computed(*a),
-            Op::Un { op: Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => true,
+            Op::Un { op: Un::F32Abs | Un::F64Abs, a, .. } => !self.facts.is_computed(*a),
+            Op::Un { op: Un::F32Neg | Un::F64Neg | Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => true,
             Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => true,
             _ => false,
         }
@@ -358,7 +358,7 @@ impl Emitter<'_> {
                 put!(self, "mov.{ty} {to}, {from};");
             }
             Op::Un { op, to, a, site } => {
-                let is_seen = matches!(op, Un::I32ReinterpretF32 | Un::I64ReinterpretF64);
+                let is_seen = matches!(op, Un::I32ReinterpretF32 | Un::I64ReinterpretF64 | Un::F32Neg | Un::F64Neg);
                 let operand = if is_seen { self.observed(*a) } else { self.reg(*a) };
                 if let Some((lower, low, high)) = convertible(*op) {
                     let (ty, q) = (if op.from() == Ty::F64 { "f64" } else { "f32" }, self.pred());
@@ -557,7 +557,7 @@ impl Emitter<'_> {
         self.epilogue();
         let epilogue = std::mem::take(&mut self.out);
         let mut text = String::with_capacity(code.len() * 2);
-        let _ = writeln!(text, "// {}", body.name.escape_debug());
+        let _ = writeln!(text, "// {}", body.name.escape_default());
         let _ = writeln!(text, ".version 7.1\n.target sm_75\n.address_size 64\n");
         if !body.data.is_empty() {
             let bytes: Vec<String> = body.data.iter().map(u8::to_string).collect();
