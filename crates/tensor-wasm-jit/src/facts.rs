@@ -97,6 +97,8 @@ pub(crate) struct Facts {
     constants: Vec<Option<u64>>,
     /// What a register is the sum of: another, and a number.
     roots: Vec<(Reg, i32)>,
+    /// Whether one operation assigns it, and no other.
+    singles: Vec<bool>,
     /// What is added to the address of a window to make a register.
     beyond: HashMap<Reg, (u16, Reg)>,
 }
@@ -111,6 +113,7 @@ impl Facts {
             nans: vec![Nan::default(); count],
             constants: constants(body),
             roots: Vec::new(),
+            singles: singles(body),
             beyond: beyond(body, windows),
         };
         facts.roots = facts.find_roots(body);
@@ -234,6 +237,10 @@ impl Facts {
         self.constants[reg.0 as usize]
     }
 
+    pub(crate) fn is_single(&self, reg: Reg) -> bool {
+        self.singles[reg.0 as usize]
+    }
+
     /// The register that another is a fixed distance from, and that distance.
     pub(crate) fn root(&self, reg: Reg) -> (Reg, i32) {
         self.roots[reg.0 as usize]
@@ -334,6 +341,15 @@ fn beyond(body: &Body, windows: &[bool]) -> HashMap<Reg, (u16, Reg)> {
         }
     }
     beyond
+}
+
+fn singles(body: &Body) -> Vec<bool> {
+    let mut counts = vec![0_u8; body.types.len()];
+    body.params.iter().for_each(|reg| counts[reg.0 as usize] = 1);
+    for to in body.ops.iter().filter_map(Op::to) {
+        counts[to.0 as usize] = counts[to.0 as usize].saturating_add(1);
+    }
+    counts.into_iter().map(|count| count == 1).collect()
 }
 
 fn constants(body: &Body) -> Vec<Option<u64>> {

@@ -46,7 +46,7 @@ impl Program<'_> {
                 format!("it has {} parameters, and buffers can only be given to those that are i32", body.params.len());
             return Err(Refusal::NotAKernel { name: kernel.to_owned(), why });
         }
-        Ok(ptx::emit(&body, windows, is_small))
+        ptx::emit(&body, windows, is_small)
     }
 
     /// The parameters of a kernel that memory is accessed through, as far as can be told: they will be given buffers.
@@ -60,6 +60,6 @@ impl Program<'_> {
     pub fn compile_call(&self, function: &str) -> Result<KernelImage, Refusal> {
         let body = lower::lower_call(self, function)?;
         let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
-        Ok(ptx::emit(&body, &windows, false))
+        ptx::emit(&body, &windows, false)
     }
 }

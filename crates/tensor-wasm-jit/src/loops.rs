@@ -12,6 +12,9 @@ use crate::ir::{Bin, Body, Label, Op, Reg, low_half};
 /// Loops of more operations gain little and would be there twice.
 const OPS_MAX: usize = 400;
 
+/// Offsets from this on may carry an address beyond the address space; distances between registers are below it too.
+const OFFSET_MAX: i32 = 1 << 16;
+
 /// What is added to a register each time round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
@@ -68,24 +71,41 @@ pub(crate) fn counted(
     start: usize,
     constant: impl Fn(Reg) -> Option<u64>,
     root: impl Fn(Reg) -> (Reg, i32),
+    is_single: impl Fn(Reg) -> bool,
 ) -> Option<Counted> {
     let Op::Loop { label } = body.ops[start] else { return None };
     let (end, labels) = end_of(body, start, label)?;
     let (tail, condition, moves) = tail_of(body, start, end, label)?;
-    let inside: HashMap<Reg, usize> = (start + 1..end).filter_map(|n| body.ops[n].to().map(|to| (to, n))).collect();
+    let mut inside: HashMap<Reg, Assigned> = HashMap::new();
+    for (n, op) in body.ops.iter().enumerate().take(end).skip(start + 1) {
+        if let Some(to) = op.to() {
+            let often = |own: &mut Assigned| *own = Assigned::Often;
+            inside.entry(to).and_modify(often).or_insert(Assigned::Once(n));
+        }
+    }
     let headers: HashMap<Reg, Reg> = moves.iter().copied().collect();
-    let view = View { body, inside, headers, constant: &constant };
+    // Moved to twice, or from what is moved to: such a loop is not simple.
+    if headers.len() != moves.len() || moves.iter().any(|(_, from)| headers.contains_key(from)) {
+        return None;
+    }
+    let view = View { body, inside, moves: &moves, headers, constant: &constant, is_single: &is_single };
     let (counter, counter_step, until, is_before_step) = view.condition(condition)?;
     let mut pointers: HashMap<Reg, Pointer> = HashMap::new();
     let mut failed: HashSet<Reg> = HashSet::new();
     for op in &body.ops[start + 1..tail] {
         let (Op::Load { at, access, .. } | Op::Store { at, access, .. }) = op else { continue };
         let (address, distance) = root(at.base);
-        let Some(low) = i32::try_from(at.offset).ok().and_then(|offset| distance.checked_add(offset)) else { continue };
-        let Some(high) = low.checked_add_unsigned(access.bytes) else { continue };
         if failed.contains(&address) {
             continue;
         }
+        let low = i32::try_from(at.offset).ok().filter(|offset| *offset < OFFSET_MAX).map(|offset| distance + offset);
+        let (Some(low), Ok(bytes)) = (low, i32::try_from(access.bytes)) else {
+            // So far away it cannot be inside with the rest, and the whole address is left to the fence.
+            pointers.remove(&address);
+            failed.insert(address);
+            continue;
+        };
+        let high = low + bytes;
         match pointers.entry(address) {
             std::collections::hash_map::Entry::Occupied(mut own) => {
                 let own = own.get_mut();
@@ -163,14 +183,23 @@ fn tail_of(body: &Body, start: usize, end: usize, label: Label) -> Option<(usize
     None
 }
 
+/// How a register is assigned in a loop.
+enum Assigned {
+    Once(usize),
+    Often,
+}
+
 /// What the registers of a loop are.
 struct View<'b> {
     body: &'b Body,
     /// Registers that are assigned inside, and where.
-    inside: HashMap<Reg, usize>,
+    inside: HashMap<Reg, Assigned>,
+    moves: &'b Moves,
     /// Registers that are moved to as it goes round, and from what.
     headers: HashMap<Reg, Reg>,
     constant: &'b dyn Fn(Reg) -> Option<u64>,
+    /// Whether a register is assigned by one operation only, in the loop or outside.
+    is_single: &'b dyn Fn(Reg) -> bool,
 }
 
 impl View<'_> {
@@ -183,7 +212,11 @@ impl View<'_> {
     }
 
     fn definition(&self, reg: Reg) -> Option<&Op> {
-        self.inside.get(&reg).map(|at| &self.body.ops[*at])
+        match self.inside.get(&reg)? {
+            Assigned::Once(at) if (self.is_single)(reg) => Some(&self.body.ops[*at]),
+            // Where paths meet it may be one thing or another.
+            Assigned::Once(_) | Assigned::Often => None,
+        }
     }
 
     /// What is added to a header each time round.
@@ -216,7 +249,7 @@ impl View<'_> {
             let is_header = self.headers.contains_key(&reg);
             let header = match is_header {
                 true => reg,
-                false => *self.headers.iter().find(|(_, next)| **next == reg)?.0,
+                false => self.moves.iter().find(|(own, next)| *next == reg && self.step(*own).is_some())?.0,
             };
             let Step::Constant(step) = self.step(header)? else { return None };
             (step != 0 && step.unsigned_abs().is_power_of_two()).then_some((header, step, is_header))

@@ -20,6 +20,9 @@ const DATA_BYTES_MAX: u64 = 1 << 20;
 
 const TABLE_ENTRIES_MAX: u64 = 1 << 12;
 
+/// Of a function's name, in messages.
+const NAME_CHARS_MAX: usize = 120;
+
 /// A kernel module that was read and validated.
 pub struct Program<'a> {
     pub(crate) types: Vec<Option<FuncType>>,
@@ -63,7 +66,7 @@ pub(crate) struct Segment<'a> {
 
 /// Everything the validator may accept; what kernels may not use is refused by name later, which says more.
 fn features() -> WasmFeatures {
-    WasmFeatures::WASM2 | WasmFeatures::THREADS | WasmFeatures::TAIL_CALL | WasmFeatures::EXCEPTIONS
+    WasmFeatures::WASM2 | WasmFeatures::THREADS
 }
 
 impl<'a> Program<'a> {
@@ -89,6 +92,11 @@ impl<'a> Program<'a> {
         let mut declared = Vec::new();
         for payload in Parser::new(0).parse_all(wasm) {
             program.take(payload.map_err(not_wasm)?, &mut declared)?;
+        }
+        let first = program.data.iter().map(|segment| segment.address).min().unwrap_or(0);
+        let end = program.data.iter().map(|segment| segment.address + segment.bytes.len() as u64).max().unwrap_or(0);
+        if end - first.min(end) > DATA_BYTES_MAX {
+            return refuse(&format!("static data spread over more than {DATA_BYTES_MAX} bytes"));
         }
         Ok(program)
     }
@@ -274,7 +282,8 @@ impl<'a> Program<'a> {
     pub(crate) fn name(&self, function: u32) -> String {
         let exported = || self.exports.iter().find(|(_, index)| *index == function).map(|(name, _)| *name);
         match self.names.get(&function).copied().or_else(exported) {
-            Some(name) => name.to_owned(),
+            // Cut where somebody has written a book.
+            Some(name) => name.chars().take(NAME_CHARS_MAX).collect(),
             None => format!("function {function}"),
         }
     }

@@ -1,4 +1,4 @@
-//! Programs that nobody wrote: generated modules, each function of which is run by Wasmtime and as a kernel, with the same
+//! Programs that nobody wrote: generated modules, of anything and of loops that count, each function of which is run by Wasmtime and as a kernel, with the same
 //! arguments. Results, traps and memory must be the same to the last bit.
 //!
 //! `TENSOR_WASM_TEST_PROGRAMS` says how many; `TENSOR_WASM_TEST_SEED` where to begin.
@@ -83,6 +83,66 @@ fn generate(seed: u64) -> Option<Vec<u8>> {
     let mut module = Module::new(config(), &mut source).ok()?;
     module.ensure_termination(FUEL).ok()?;
     Some(module.to_bytes())
+}
+
+/// A function with loops that count, in every shape a compiler might leave them: with steps and bounds of all kinds, values of
+/// this round and of the last, exits in the middle. All its locals are its results.
+fn generate_loops(seed: u64) -> Vec<u8> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let locals = 6_u32;
+    // Local 4 is the counter, local 5 what it goes to.
+    let statement = |rng: &mut StdRng| {
+        let any = |rng: &mut StdRng| format!("(local.get {})", rng.random_range(0..5));
+        let value = match rng.random_range(0..7) {
+            0 => any(rng),
+            1 => format!("(i32.add {} {})", any(rng), any(rng)),
+            2 => format!("(i32.mul {} (i32.const {}))", any(rng), rng.random_range(-3..9)),
+            3 => format!("(i32.xor {} {})", any(rng), any(rng)),
+            4 => format!("(i32.sub {} (i32.const {}))", any(rng), rng.random_range(-9..9)),
+            5 => format!("(i32.load offset={} (i32.and {} (i32.const 1020)))", rng.random_range(0..3) * 4, any(rng)),
+            _ => format!("(select {} {} {})", any(rng), any(rng), any(rng)),
+        };
+        match rng.random_range(0..6) {
+            0 => format!("(i32.store (i32.and {} (i32.const 1020)) {value})", any(rng)),
+            1 => format!("(if {value} (then (local.set {} {})))", rng.random_range(0..4), any(rng)),
+            _ => format!("(local.set {} {value})", rng.random_range(0..4)),
+        }
+    };
+    let mut body = String::new();
+    for n in 0..rng.random_range(1..4) {
+        let step = [1, 1, 1, -1, 2, 4, -4, 8, 3][rng.random_range(0..9)];
+        let rounds = rng.random_range(0..40);
+        let from: i32 = rng.random_range(-20..20);
+        let start = format!("(local.set 4 (i32.const {from}))");
+        let until = format!("(local.set 5 (i32.const {}))", from.wrapping_add(step * rounds));
+        let next = format!("(i32.add (local.get 4) (i32.const {step}))");
+        let block = |rng: &mut StdRng, count: u32| (0..count).map(|_| statement(rng)).collect::<String>();
+        let (before, after) = (rng.random_range(0..4), rng.random_range(0..4));
+        let (before, after) = (block(&mut rng, before), block(&mut rng, after));
+        let exit = match rng.random_range(0..3) {
+            0 => format!("(br_if $out{n} (i32.eq (local.get 0) (i32.const {})))", rng.random_range(-5..5)),
+            _ => String::new(),
+        };
+        let shape = rng.random_range(0..3);
+        let tail = match shape {
+            0 => format!("(local.set 4 {next}) {after} (br_if $again{n} (i32.ne (local.get 4) (local.get 5)))"),
+            1 => format!("{after} (br_if $again{n} (i32.ne (local.tee 4 {next}) (local.get 5)))"),
+            _ => format!(
+                "(local.set 0 (local.get 4)) {after} (local.set 4 {next}) (br_if $again{n} (i32.ne (local.get 0) (local.get 5)))"
+            ),
+        };
+        // Those that would never end end somewhere.
+        let budget =
+            "(if (i32.eqz (global.get 0)) (then unreachable)) (global.set 0 (i32.sub (global.get 0) (i32.const 1)))";
+        let budget = if rounds > 0 && step != 3 && shape != 2 && rng.random_range(0..2) == 0 { "" } else { budget };
+        body += &format!("{start} {until} (block $out{n} (loop $again{n} {budget} {before} {exit} {tail}))");
+    }
+    let results: String = (0..locals).map(|n| format!("(local.get {n})")).collect();
+    let text = format!(
+        r#"(module (memory (export "m") 1) (global (mut i32) (i32.const 300))
+            (func (export "f") (param i32 i32 i32 i32) (result i32 i32 i32 i32 i32 i32) (local i32 i32) {body} {results}))"#
+    );
+    wat::parse_str(text).unwrap()
 }
 
 fn trap_name(kind: TrapKind) -> &'static str {
@@ -238,7 +298,9 @@ fn main() -> ExitCode {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     let mut count = |what: &'static str| *counts.entry(what).or_default() += 1;
     for seed in seed..seed + programs {
-        let Some(wasm) = generate(seed) else { continue };
+        // Half of them with loops that count, which a generator of anything hardly ever makes.
+        let wasm = if seed % 2 == 0 { generate(seed) } else { Some(generate_loops(seed)) };
+        let Some(wasm) = wasm else { continue };
         let Ok(program) = Program::read(&wasm) else {
             count("modules refused");
             continue;

@@ -442,3 +442,76 @@ fn compiling_is_deterministic_and_takes_time_in_proportion() {
     let (short, long) = (time(&straight(1_000)), time(&straight(10_000)));
     assert!(long < 20.0 * short, "{short} s and {long} s");
 }
+
+#[test]
+fn what_was_tried_to_get_around_the_fence_does_not() {
+    let one = |wasm: &[u8], args: &[Arg]| launch(wasm, "k", [1; 3], [1; 3], args);
+    let counted = |body: &str| {
+        wat(&format!(
+            r#"(func (export "k") (param $p i32) (param $n i32) (local $i i32) (local $a i32)
+                (loop $l {body}
+                  (local.set $p (i32.add (local.get $p) (i32.const 4)))
+                  (br_if $l (i32.ne (local.tee $i (i32.add (local.get $i) (i32.const 1))) (local.get $n)))))"#
+        ))
+    };
+    // In a loop that counts, beside an access that is inside, one that is far away.
+    for offset in ["0x7ffffffc", "0xfffffff0", "0x10000", "256"] {
+        let wasm = counted(&format!(
+            "(drop (i32.load (local.get $p))) (i32.store offset={offset} (local.get $p) (i32.const 1))"
+        ));
+        let trap = one(&wasm, &[Arg::Buffer(vec![0; 64]), Arg::I32(16)]).trap.unwrap();
+        assert_eq!(trap.kind, TrapKind::OutOfBounds, "{offset}");
+    }
+    // An address that is one of two things.
+    let wasm = counted(
+        "(if (i32.and (local.get $i) (i32.const 1)) (then (local.set $a (local.get $p))) \
+         (else (local.set $a (i32.add (local.get $p) (i32.const 64))))) \
+         (i32.store (local.get $a) (local.get $i))",
+    );
+    let done = one(&wasm, &[Arg::Buffer(vec![0xff; 128]), Arg::I32(16)]);
+    assert_eq!(done.trap, None);
+    for i in 0..16_usize {
+        let at = if i % 2 == 1 { 4 * i } else { 4 * i + 64 };
+        assert_eq!(done.buffers[0][at..at + 4], (i as u32).to_le_bytes(), "{i}");
+    }
+    // Shared memory that is smaller than what is accessed together.
+    let wasm = wat(r#"(func (export "k") (param $p i32) (local $s i32) (local.set $s (call $shared (i32.const 16)))
+            (i32.store (local.get $p) (i32.load (local.get $s)))
+            (i32.store offset=1020 (local.get $s) (i32.const 1)))"#);
+    assert_eq!(one(&wasm, &[Arg::Buffer(vec![0; 64])]).trap.unwrap().kind, TrapKind::OutOfBounds);
+    // Data and a stack at odd addresses.
+    let wasm = wat(r#"(data (i32.const 1025) "abcdefgh")
+           (func (export "k") (param $p i32) (i32.store (local.get $p) (i32.load (i32.const 1028))))"#);
+    assert_eq!(one(&wasm, &[Arg::Buffer(vec![0; 4])]).buffers[0], b"defg");
+    let wasm = wat(r#"(global $sp (mut i32) (i32.const 0x10001))
+           (func (export "k") (param $p i32) (local $f i32)
+             (global.set $sp (local.tee $f (i32.and (i32.sub (global.get $sp) (i32.const 64)) (i32.const -16))))
+             (i32.store (local.get $f) (i32.const 7))
+             (i32.store (local.get $p) (i32.load (local.get $f))))"#);
+    assert_eq!(one(&wasm, &[Arg::Buffer(vec![0; 4])]).buffers[0], [7, 0, 0, 0]);
+    // What the last round was, after the loop, as an address.
+    let wasm = wat(r#"(func (export "k") (param $p i32) (local $i i32) (local $a i32)
+            (local.set $i (i32.const 1))
+            (loop $l
+              (local.set $a (i32.add (local.get $p) (i32.shl (local.get $i) (i32.const 2))))
+              (br_if $l (i32.ne (local.tee $i (i32.add (local.get $i) (i32.const 1))) (i32.const 9))))
+            (drop (i32.atomic.rmw.add (local.get $a) (i32.const 5))))"#);
+    let done = one(&wasm, &[Arg::Buffer(vec![0; 64])]);
+    assert_eq!((done.trap, done.buffers[0][32]), (None, 5));
+    // Modules that are only there to be large, or that say what is not so.
+    let refused = |text: &str| {
+        let wasm = wat::parse_str(text).unwrap();
+        Program::read(&wasm).and_then(|program| program.compile("k", &[]).map(drop)).unwrap_err()
+    };
+    let spread =
+        refused(r#"(module (memory 65536) (data (i32.const 0) "a") (data (i32.const -2) "b") (func (export "k")))"#);
+    assert!(matches!(spread, Refusal::Module { .. }), "{spread}");
+    let lying = refused(
+        r#"(module (import "kernel" "barrier" (func (result i32))) (func (export "k") (drop (block (result i32) (call 0)))))"#,
+    );
+    assert!(lying.to_string().contains("kernel.barrier of this type"), "{lying}");
+    let nops = "nop ".repeat(100_000);
+    let calls = "(call $f)".repeat(1_000);
+    let reading = refused(&format!(r#"(module (func $f {nops}) (func (export "k") {calls}))"#));
+    assert!(matches!(reading, Refusal::TooLong { .. }), "{reading}");
+}

@@ -7,10 +7,33 @@ use crate::refusal::Refusal;
 
 const BYTE: Access = Access { bytes: 1, is_signed: false };
 
+/// Types of values; none for what is not a number.
+type Types = Vec<Option<Ty>>;
+
+/// What an import of module `kernel` takes and returns; none if there is no such import.
+fn signature(name: &str) -> Option<(Types, Types)> {
+    if let Some(op) = Math::named(name) {
+        return Some((vec![Some(op.from()); op.operands()], vec![Some(op.to())]));
+    }
+    match name {
+        "barrier" => Some((Vec::new(), Vec::new())),
+        "shared" => Some((vec![Some(Ty::I32)], vec![Some(Ty::I32)])),
+        _ => Id::named(name).map(|_| (vec![Some(Ty::I32)], vec![Some(Ty::I32)])),
+    }
+}
+
 impl Lower<'_, '_> {
     pub(super) fn call(&mut self, frame: &mut Frame, function: u32) -> Result<(), Refusal> {
         if let Some(import) = self.program.imports.get(function as usize) {
             let (module, name) = (import.module, import.name);
+            let found = self.program.type_of(function).map(|(_, ty)| {
+                let all = |types: &[wasmparser::ValType]| types.iter().map(|ty| Ty::of(*ty)).collect::<Vec<_>>();
+                (all(ty.params()), all(ty.results()))
+            });
+            if module == "kernel" && !found.is_some_and(|found| signature(name).is_some_and(|own| own == found)) {
+                let import = format!("{module}.{name} of this type");
+                return Err(Refusal::Import { import, place: self.place(frame) });
+            }
             return self.call_import(frame, module, name);
         }
         let params = self.program.type_of(function).map_or(0, |(_, ty)| ty.params().len());

@@ -41,6 +41,9 @@ const LOCALS_MAX: usize = 10_000;
 /// Locals that blocks assign, counted once for each block around the assignment.
 const ASSIGNED_MAX: usize = 200_000;
 
+/// Instructions that are read for one kernel, again for every call; a branch table counts for its length.
+const READ_MAX: usize = 2_000_000;
+
 /// How far calls may nest: inlining is a recursion here.
 const CALL_DEPTH_MAX: usize = 64;
 
@@ -52,7 +55,7 @@ pub(crate) fn lower(program: &Program<'_>, kernel: &str) -> Result<Body, Refusal
     lower.inline(function, &params, 0)?;
     lower.push(Op::Return);
     let stack_pointer = program.globals.iter().position(|global| global.is_stack_pointer);
-    let stack_top = stack_pointer.map_or(0, |at| low_half(program.globals[at].bits));
+    let stack_top = stack_pointer.map_or(0, |at| low_half(program.globals[at].bits) & !15);
     let used = lower.stack.depth_max + if lower.stack.is_unknown { STACK_BYTES_UNKNOWN } else { 0 };
     let stack_bytes = used.next_multiple_of(16).min(STACK_BYTES_MAX).min(stack_top);
     let (data_address, data) = constant_data(program);
@@ -108,6 +111,7 @@ impl<'p, 'a> Lower<'p, 'a> {
             calls: Vec::new(),
             labels: 0,
             shared_bytes: 0,
+            read: 0,
             stack: Stack::default(),
             known: Vec::new(),
         }
@@ -147,6 +151,8 @@ fn constant_data(program: &Program<'_>) -> (u32, Vec<u8>) {
     if low >= high {
         return (0, Vec::new());
     }
+    // Addresses and the device's addresses are aligned alike.
+    let low = low & !15;
     let mut data = vec![0; usize::try_from(high - low).unwrap_or(0)];
     for segment in &program.data {
         let at = usize::try_from(segment.address - low).unwrap_or(0);
@@ -181,6 +187,8 @@ struct Lower<'p, 'a> {
     calls: Vec<u32>,
     labels: u32,
     shared_bytes: u32,
+    /// Instructions that were read, each time they were.
+    read: usize,
     stack: Stack,
     known: Vec<Known>,
     /// For each function that was read: the locals that each of its blocks assigns, in the order of their beginnings.
@@ -333,6 +341,10 @@ impl<'a> Lower<'_, 'a> {
         while !reader.eof() {
             let (operator, offset) = reader.read_with_offset().map_err(read)?;
             frame.offset = offset;
+            self.read += match &operator {
+                Operator::BrTable { targets } => 1 + targets.len() as usize,
+                _ => 1,
+            };
             self.instruction(&mut frame, &operator)?;
             self.check_length(function, offset)?;
             if frame.operands.len() > VALUES_MAX {
@@ -346,7 +358,7 @@ impl<'a> Lower<'_, 'a> {
     }
 
     fn check_length(&self, function: u32, offset: usize) -> Result<(), Refusal> {
-        match self.ops.len() > OPS_MAX {
+        match self.ops.len() > OPS_MAX || self.types.len() > 4 * OPS_MAX || self.read > READ_MAX {
             true => Err(self.too_long(function, offset)),
             false => Ok(()),
         }

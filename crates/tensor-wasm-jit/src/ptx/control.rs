@@ -38,14 +38,15 @@ impl Emitter<'_> {
         let cost = u32::try_from(n - start).unwrap_or(FUEL).clamp(1, FUEL);
         let poll = self.poll_aside(label);
         let go = self.pred();
-        put!(self, "sub.s32 %fuel, %fuel, {cost};");
         match predicate {
             Some(q) => {
+                put!(self, "@{q} sub.s32 %fuel, %fuel, {cost};");
                 put!(self, "setp.gt.and.s32 {go}, %fuel, 0, {q};");
                 put!(self, "@{go} bra L{};", label.0);
                 put!(self, "@{q} bra {poll};");
             }
             None => {
+                put!(self, "sub.s32 %fuel, %fuel, {cost};");
                 put!(self, "setp.gt.s32 {go}, %fuel, 0;");
                 put!(self, "@{go} bra L{};", label.0);
                 put!(self, "bra {poll};");
@@ -170,6 +171,7 @@ impl Emitter<'_> {
 
     /// Whether an access was outside its region.
     pub(super) fn check_limits(&mut self) {
+        self.checks += 1;
         // Filled in when all of them are known.
         put!(self, "CHECK;");
     }

@@ -23,7 +23,9 @@ impl Emitter<'_> {
             return;
         }
         let facts = &self.facts;
-        let Some(counted) = loops::counted(self.body, n, |reg| facts.constant(reg), |reg| facts.root(reg)) else {
+        let Some(counted) =
+            loops::counted(self.body, n, |reg| facts.constant(reg), |reg| facts.root(reg), |reg| facts.is_single(reg))
+        else {
             return;
         };
         let cost = u32::try_from(counted.end - n).unwrap_or(FUEL).clamp(1, FUEL);
@@ -68,6 +70,12 @@ impl Emitter<'_> {
                 self.one(at, &body.ops[at]);
             }
             self.fast = None;
+            if copy + 1 == copies {
+                // What goes round is not moved where it does not: something after the loop may be what it was in the last round.
+                put!(self, "sub.s32 {left}, {left}, {copies};");
+                put!(self, "setp.eq.s32 {q}, {left}, 0;");
+                put!(self, "@{q} bra D{label};");
+            }
             for at in counted.moves_at.clone() {
                 self.one(at, &body.ops[at]);
             }
@@ -76,11 +84,8 @@ impl Emitter<'_> {
             }
         }
         self.checked.clear();
-        put!(self, "sub.s32 {left}, {left}, {copies};");
         put!(self, "setp.ge.s32 {q}, {left}, {copies};");
         put!(self, "@{q} bra G{label};");
-        put!(self, "setp.eq.s32 {q}, {left}, 0;");
-        put!(self, "@{q} bra D{label};");
         self.skipped.insert(label);
     }
 

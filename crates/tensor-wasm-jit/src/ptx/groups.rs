@@ -9,6 +9,9 @@ use crate::ir::{Body, Op, Reg, Ty};
 /// How far apart they may be, in bytes. A window must have as much as the group reaches over.
 const REACH_MAX: i64 = 1 << 10;
 
+/// Each may need registers of its own, and the device's compiler has only so many.
+const GROUPS_MAX: usize = 48;
+
 /// The longest vector that a device loads at once.
 const VECTOR_BYTES_MAX: i64 = 16;
 
@@ -120,7 +123,7 @@ pub(super) fn groups(body: &Body, facts: &Facts, is_wanted: impl Fn(Reg) -> bool
 impl Groups {
     fn close(&mut self, group: Group, body: &Body, facts: &Facts) {
         let Group { root, bytes, mut low, high, accesses } = group;
-        if accesses.len() < 2 {
+        if accesses.len() < 2 || self.count >= GROUPS_MAX {
             return;
         }
         self.count += 1;

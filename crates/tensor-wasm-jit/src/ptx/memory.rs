@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::groups::{Member, Part};
-use super::{Emitter, Limit, Region, Target, load_type, scope};
+use super::{Emitter, LIMITS_MAX, Limit, Region, Target, load_type, scope};
 use crate::facts::Source;
 use crate::ir::{Access, Address, Reg, Rmw, Site, TrapKind, Ty};
 use crate::lower::SHARED_ADDRESS;
@@ -32,7 +32,7 @@ impl Emitter<'_> {
         if let Some(member) = self.groups.members.get(&self.at).copied() {
             return (self.grouped(member, at, bytes, site), true);
         }
-        match self.region(at.base) {
+        match self.region(at.base).filter(|_| self.limits.len() < LIMITS_MAX) {
             Some(region) => (self.clamped(region, at, bytes, is_aligned, site), is_aligned),
             None => (self.looked_up(at, bytes, is_write, true, site), is_aligned),
         }
@@ -80,6 +80,18 @@ impl Emitter<'_> {
 
     /// So many bytes from an address, less or more, all of them inside. What they are a multiple of in the region is known.
     fn clamped_from(&mut self, region: Region, at: Address, low: i32, bytes: u32, multiple: u32, site: Site) -> Target {
+        let fixed = match region {
+            Region::Window(_) => u32::MAX,
+            Region::Stack => self.body.stack_bytes,
+            Region::Shared => self.body.shared_bytes,
+        };
+        if fixed < bytes {
+            // Nothing so large fits; what follows is never reached.
+            let trap = self.trap(TrapKind::OutOfBounds, site);
+            put!(self, "bra {trap};");
+            let (space, address) = if region == Region::Stack { (".local", "%stack") } else { (".shared", "%shared") };
+            return Target { space, address: address.to_owned() };
+        }
         let limit = self.limit(region, bytes, multiple, site);
         let (base, offset, wide) = (self.reg(at.base), self.b32(), self.b64());
         let distance = at.offset.wrapping_add_signed(low);

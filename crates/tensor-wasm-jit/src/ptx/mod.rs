@@ -34,13 +34,24 @@ use table::{binary, convertible, math, unary};
 use crate::facts::Facts;
 use crate::image::{CONTROL, KernelImage, Param, RECORD};
 use crate::ir::{Access, Bin, Body, Id, Label, Op, Reg, Site, TrapKind, Ty, Un, low_half};
-use crate::lower::SHARED_ADDRESS;
+use crate::lower::{OPS_MAX, SHARED_ADDRESS};
+use crate::refusal::{Place, Refusal};
 
 /// Operations that a work item does in loops between two polls: some milliseconds on a device that is full.
 const FUEL: u32 = 1 << 18;
 
 /// One group in this many polls as it starts, for launches of many groups that do not loop. A power of two.
 const GROUPS_PER_POLL: u32 = 1 << 10;
+
+/// Limits that single accesses are checked against; the device's compiler keeps all of them in registers. Beyond these an
+/// access is looked up among all regions.
+const LIMITS_MAX: usize = 64;
+
+/// PTX of one kernel.
+const PTX_BYTES_MAX: usize = 16 << 20;
+
+/// Limits that are looked at, counted once for each place at which they are.
+const CHECKS_MAX: usize = 100_000;
 
 /// A kernel of so few operations, without loops, runs to its end whatever happens.
 const SHORT_OPS_MAX: usize = 256;
@@ -105,6 +116,8 @@ struct Emitter<'b> {
     /// space and a register with the address of the lowest.
     groups: Groups,
     checked: HashMap<usize, (&'static str, String)>,
+    /// Places at which limits are looked at.
+    checks: usize,
     /// The operation that is being written.
     at: usize,
     /// The operation before which the work item looks whether the launch was stopped.
@@ -115,7 +128,7 @@ struct Emitter<'b> {
 const TEMPS: [(&str, &str); 6] =
     [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32")];
 
-pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> KernelImage {
+pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
     let mut emitter = Emitter {
         body,
         facts: Facts::of(body, windows),
@@ -139,6 +152,7 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> KernelImage
         asides: 0,
         groups: Groups::default(),
         checked: HashMap::new(),
+        checks: 0,
         at: 0,
         look_before: look_before(body),
     };
@@ -149,13 +163,18 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> KernelImage
         emitter.limits.iter().filter(is_own).map(|limit| limit.bytes).max().unwrap_or(0)
     };
     let window_bytes_min = (0..windows.len()).map(needed).collect();
+    let is_too_long = emitter.out.len() + emitter.aside.len() > PTX_BYTES_MAX;
+    if is_too_long || emitter.checks * emitter.limits.len() > CHECKS_MAX {
+        let place = Place { function: body.name.clone(), offset: 0 };
+        return Err(Refusal::TooLong { ops_max: OPS_MAX, place });
+    }
     let text = emitter.finish();
     let params = body.params.iter().zip(windows);
     let param = |(reg, is_window): (&Reg, &bool)| match is_window {
         true => Param::Window,
         false => Param::Scalar(body.ty(*reg)),
     };
-    KernelImage {
+    Ok(KernelImage {
         name: body.name.clone(),
         entry: entry_name(&body.name),
         ptx: text,
@@ -163,7 +182,7 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> KernelImage
         window_bytes_min,
         shared_bytes: body.shared_bytes,
         sites: body.sites.clone(),
-    }
+    })
 }
 
 /// A name that PTX allows.
@@ -308,6 +327,9 @@ impl Emitter<'_> {
                 self.look();
             }
             self.one(n, op);
+            if self.out.len() + self.aside.len() > PTX_BYTES_MAX {
+                return;
+            }
         }
     }
 
