@@ -251,6 +251,11 @@ impl Facts {
         self.beyond.get(&reg).filter(|(own, _)| *own == window).map(|(_, beyond)| *beyond)
     }
 
+    /// The same for whichever window it is.
+    pub(crate) fn beyond_any(&self, reg: Reg) -> Option<Reg> {
+        self.beyond.get(&reg).map(|(_, beyond)| *beyond)
+    }
+
     /// A register that is computed from another always belongs to the other's value of the moment: where paths meet, it would
     /// be another register. So what holds where it is assigned holds wherever it is used.
     fn find_roots(&self, body: &Body) -> Vec<(Reg, i32)> {
@@ -295,6 +300,19 @@ impl Facts {
     pub(crate) fn is_computed(&self, reg: Reg) -> bool {
         let nan = self.nans[reg.0 as usize];
         nan.computed && !nan.raw
+    }
+
+    /// Whether an operation hands on bits that must be kept.
+    pub(crate) fn keeps_bits(&self, op: &Op) -> bool {
+        match op {
+            Op::Move { from, .. } => !self.is_computed(*from),
+            // Whichever was computed was seen to before.
+            Op::Select { .. } => true,
+            Op::Un { op: Un::F32Abs | Un::F64Abs, a, .. } => !self.is_computed(*a),
+            Op::Un { op: Un::F32Neg | Un::F64Neg | Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => true,
+            Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => true,
+            _ => false,
+        }
     }
 
     /// Whether the register also holds NaNs whose bits must be kept, so that computed ones are made the one NaN as they come.

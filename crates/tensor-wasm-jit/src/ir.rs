@@ -4,6 +4,7 @@
 //! A register is assigned by one operation, or by moves where paths meet. What is known about registers is found by
 //! `facts.rs`.
 
+use wasm_encoder::Instruction;
 use wasmparser::Operator;
 
 /// The type of a register, or of a kernel's parameter.
@@ -136,6 +137,10 @@ macro_rules! operations {
                     _ => None,
                 }
             }
+
+            pub(crate) fn instruction(self) -> Instruction<'static> {
+                match self { $($name::$op => Instruction::$op,)* }
+            }
         }
     };
 }
@@ -204,6 +209,28 @@ operations! {
         I64ReinterpretF64 "i64.reinterpret_f64" F64 => I64,
         F32ReinterpretI32 "f32.reinterpret_i32" I32 => F32,
         F64ReinterpretI64 "f64.reinterpret_i64" I64 => F64,
+    }
+}
+
+/// The least that a float may be to be converted to an integer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Least {
+    At(f64),
+    Above(f64),
+}
+
+impl Un {
+    /// What must be so for a float to be converted: at least or above the first, below the second.
+    pub(crate) fn convertible(self) -> Option<(Least, f64)> {
+        let (two31, two63) = (2_147_483_648.0, 9_223_372_036_854_775_808.0);
+        Some(match self {
+            Un::I32TruncF32S => (Least::At(-two31), two31),
+            Un::I32TruncF64S => (Least::Above(-two31 - 1.0), two31),
+            Un::I64TruncF32S | Un::I64TruncF64S => (Least::At(-two63), two63),
+            Un::I32TruncF32U | Un::I32TruncF64U => (Least::Above(-1.0), 2.0 * two31),
+            Un::I64TruncF32U | Un::I64TruncF64U => (Least::Above(-1.0), 2.0 * two63),
+            _ => return None,
+        })
     }
 }
 
@@ -528,6 +555,38 @@ impl Op {
             | Op::AtomicLoad { to, .. }
             | Op::Atomic { to, .. } => Some(*to),
             _ => None,
+        }
+    }
+}
+
+impl Op {
+    /// The registers it reads.
+    pub(crate) fn reads(&self) -> [Option<Reg>; 3] {
+        match self {
+            Op::Move { from: a, .. }
+            | Op::Un { a, .. }
+            | Op::Id { dimension: a, .. }
+            | Op::If { condition: a, .. }
+            | Op::BranchIf { condition: a, .. }
+            | Op::BranchTable { index: a, .. } => [Some(*a), None, None],
+            Op::Load { at, .. } | Op::AtomicLoad { at, .. } => [Some(at.base), None, None],
+            Op::Bin { a, b, .. } => [Some(*a), Some(*b), None],
+            Op::Store { at, value, .. } | Op::AtomicStore { at, value, .. } => [Some(at.base), Some(*value), None],
+            Op::CheckRange { start, count, .. } => [Some(*start), Some(*count), None],
+            Op::Select { condition, a, b, .. } => [Some(*condition), Some(*a), Some(*b)],
+            Op::Atomic { at, value, expected, .. } => [Some(at.base), Some(*value), Some(*expected)],
+            Op::Math { operands, .. } => operands.map(Some),
+            Op::Const { .. }
+            | Op::Shared { .. }
+            | Op::Barrier { .. }
+            | Op::Fence
+            | Op::Trap { .. }
+            | Op::Block { .. }
+            | Op::Loop { .. }
+            | Op::Else { .. }
+            | Op::End { .. }
+            | Op::Branch { .. }
+            | Op::Return => [None; 3],
         }
     }
 }

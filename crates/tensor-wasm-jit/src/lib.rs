@@ -8,6 +8,8 @@
 
 pub mod emulate;
 mod facts;
+mod groups;
+mod host;
 mod image;
 mod instructions;
 mod ir;
@@ -17,6 +19,7 @@ mod profile;
 mod ptx;
 mod refusal;
 
+pub use crate::host::{CALL, CallLayout, HostImage, HostLayout};
 pub use crate::image::{
     BUDGET_TICKS_MAX, CONTROL, ControlLayout, KernelImage, LAUNCHES_MAX, Memory, Param, RECORD, RecordLayout, Trap,
     budget_ticks,
@@ -38,6 +41,17 @@ impl Program<'_> {
     }
 
     fn compile_for(&self, kernel: &str, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
+        let body = self.checked(kernel, windows)?;
+        ptx::emit(&body, windows, is_small)
+    }
+
+    /// Compiles a kernel for a CPU: to Wasm that runs many work items at a call.
+    pub fn compile_host(&self, kernel: &str, windows: &[bool]) -> Result<HostImage, Refusal> {
+        let body = self.checked(kernel, windows)?;
+        host::emit(&body, windows)
+    }
+
+    fn checked(&self, kernel: &str, windows: &[bool]) -> Result<ir::Body, Refusal> {
         let body = lower::lower(self, kernel)?;
         let is_address =
             |(n, is_window): (usize, &bool)| !is_window || body.params.get(n).map(|reg| body.ty(*reg)) == Some(Ty::I32);
@@ -46,7 +60,7 @@ impl Program<'_> {
                 format!("it has {} parameters, and buffers can only be given to those that are i32", body.params.len());
             return Err(Refusal::NotAKernel { name: kernel.to_owned(), why });
         }
-        ptx::emit(&body, windows, is_small)
+        Ok(body)
     }
 
     /// The parameters of a kernel that memory is accessed through, as far as can be told: they will be given buffers.
@@ -61,5 +75,12 @@ impl Program<'_> {
         let body = lower::lower_call(self, function)?;
         let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
         ptx::emit(&body, &windows, false)
+    }
+
+    /// The same for a CPU.
+    pub fn compile_host_call(&self, function: &str) -> Result<HostImage, Refusal> {
+        let body = lower::lower_call(self, function)?;
+        let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
+        host::emit(&body, &windows)
     }
 }

@@ -12,11 +12,13 @@
 )]
 
 mod device;
+mod host;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use device::{Arg, Gpu};
+use host::{Host, HostArg};
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore, SeedableRng};
 use tensor_wasm_gpu::Param;
@@ -257,6 +259,17 @@ fn emulated(image: &KernelImage, program: &Program<'_>, arguments: &[u64], types
     }
 }
 
+fn on_host(host: &Host, program: &Program<'_>, name: &str, arguments: &[u64], types: &[ValType]) -> Left {
+    let image = program.compile_host_call(name).unwrap_or_else(|why| panic!("{why}"));
+    let (mut memory, mut results) = beginnings(program);
+    let windows = [HostArg::Window(RESULTS_START, &mut results), HostArg::Window(0, &mut memory)];
+    let args = windows.into_iter().chain(arguments.iter().map(|bits| HostArg::Bits(*bits))).collect();
+    match host.run(&image, &host.compile(&image), [1; 3], [1; 3], args) {
+        Some(trap) => Left::Trapped(trap_name(trap.kind).to_owned()),
+        None => left(&results, memory, types),
+    }
+}
+
 fn on_gpu(gpu: &Gpu, image: &KernelImage, program: &Program<'_>, arguments: &[u64], types: &[ValType]) -> Left {
     let (memory, results) = beginnings(program);
     let upload = |bytes: &[u8]| {
@@ -295,6 +308,7 @@ fn main() -> ExitCode {
     let engine = Engine::new(&settings).unwrap();
     let device = device::open();
     let gpu = device.as_ref().map(|device| Gpu::new(device, "generated"));
+    let host = Host::new();
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     let mut count = |what: &'static str| *counts.entry(what).or_default() += 1;
     for seed in seed..seed + programs {
@@ -341,6 +355,12 @@ fn main() -> ExitCode {
                     println!("seed {seed}: {}({arguments:x?})", export.name());
                     println!("  Wasmtime: {}", short(&expected));
                     println!("  emulator: {}", short(&found));
+                    return ExitCode::FAILURE;
+                }
+                let cpu = on_host(&host, &program, export.name(), &arguments, &types);
+                if cpu != expected {
+                    println!("seed {seed}: {}({arguments:x?})", export.name());
+                    println!("  Wasmtime: {}\n  as a kernel on the CPU: {}", short(&expected), short(&cpu));
                     return ExitCode::FAILURE;
                 }
                 match found {

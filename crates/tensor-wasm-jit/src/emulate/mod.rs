@@ -386,7 +386,7 @@ fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
         ["sub", "s64"] => at(0)?.wrapping_sub(at(1)?),
         ["mul", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?)),
         ["mul", "wide", "u32"] => low(at(0)?) * low(at(1)?),
-        ["rsqrt", "approx", "f32"] => from_single((1.0 / f64::from(single(at(0)?)).sqrt()) as f32),
+        ["rsqrt", "approx", "f32"] => from_single(1.0 / single(at(0)?).sqrt()),
         ["mul", "lo", "s64"] => at(0)?.wrapping_mul(at(1)?),
         ["mad", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?).wrapping_add(at(2)?)),
         ["neg", "s32"] => low(at(0)?.wrapping_neg()),

@@ -7,6 +7,9 @@ use crate::refusal::Refusal;
 
 const BYTE: Access = Access { bytes: 1, is_signed: false };
 
+/// Barriers of one kernel, each counted wherever it is put: a CPU has to find its way back to every one of them.
+const BARRIERS_MAX: usize = 1_000;
+
 /// Types of values; none for what is not a number.
 type Types = Vec<Option<Ty>>;
 
@@ -66,6 +69,11 @@ impl Lower<'_, '_> {
         }
         match name {
             "barrier" => {
+                self.barriers += 1;
+                if self.barriers > BARRIERS_MAX {
+                    let instruction = format!("more than {BARRIERS_MAX} barriers");
+                    return Err(Refusal::Instruction { instruction, place: self.place(frame) });
+                }
                 let site = self.site(frame);
                 self.push(Op::Barrier { site });
             }

@@ -111,6 +111,7 @@ impl<'p, 'a> Lower<'p, 'a> {
             calls: Vec::new(),
             labels: 0,
             shared_bytes: 0,
+            barriers: 0,
             read: 0,
             stack: Stack::default(),
             known: Vec::new(),
@@ -187,6 +188,7 @@ struct Lower<'p, 'a> {
     calls: Vec<u32>,
     labels: u32,
     shared_bytes: u32,
+    barriers: usize,
     /// Instructions that were read, each time they were.
     read: usize,
     stack: Stack,

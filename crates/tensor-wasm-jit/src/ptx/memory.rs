@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use super::groups::{Member, Part};
+use crate::groups::{Member, Part};
 use super::{Emitter, LIMITS_MAX, Limit, Region, Target, load_type, scope};
 use crate::facts::Source;
 use crate::ir::{Access, Address, Reg, Rmw, Site, TrapKind, Ty};

@@ -21,14 +21,13 @@ macro_rules! put {
 
 mod control;
 mod counted;
-mod groups;
 mod memory;
 mod table;
 
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 
-use groups::Groups;
+use crate::groups::{self, Groups};
 use table::{binary, convertible, math, unary};
 
 use crate::facts::Facts;
@@ -342,24 +341,11 @@ impl Emitter<'_> {
             && self.facts.is_mixed(to)
             && body.ty(to).is_float()
             && !matches!(op, Op::Load { .. } | Op::Const { .. })
-            && !self.keeps_bits(op)
+            && !self.facts.keeps_bits(op)
         {
             let from = self.canonical(to);
             let (to, ty) = (self.reg(to), if body.ty(to) == Ty::F64 { "f64" } else { "f32" });
             put!(self, "mov.{ty} {to}, {from};");
-        }
-    }
-
-    /// Whether an operation hands on bits that must be kept.
-    fn keeps_bits(&self, op: &Op) -> bool {
-        match op {
-            Op::Move { from, .. } => !self.facts.is_computed(*from),
-            // Whichever was computed was seen to before.
-            Op::Select { .. } => true,
-            Op::Un { op: Un::F32Abs | Un::F64Abs, a, .. } => !self.facts.is_computed(*a),
-            Op::Un { op: Un::F32Neg | Un::F64Neg | Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => true,
-            Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => true,
-            _ => false,
         }
     }
 

@@ -1,6 +1,6 @@
 //! What most operations are in PTX.
 
-use crate::ir::{Bin, Math, Un};
+use crate::ir::{Bin, Least, Math, Ty, Un};
 
 /// What an operation is in PTX. `D` is what it assigns, `A` and `B` are its operands; `T`, `S`, `U`, `V`, `F`, `G` and `Q` are
 /// registers of its own, of 32, 32, 64 and 64 bits, floats of 32 and 64 bits, and a predicate.
@@ -173,17 +173,17 @@ pub(super) fn math(op: Math) -> &'static str {
     }
 }
 
-/// What must be so for a float to be converted: at least or above the first, below the second.
-pub(super) fn convertible(op: Un) -> Option<(&'static str, &'static str, &'static str)> {
-    Some(match op {
-        Un::I32TruncF32S => ("ge", "0fCF000000", "0f4F000000"),
-        Un::I32TruncF32U => ("gt", "0fBF800000", "0f4F800000"),
-        Un::I32TruncF64S => ("gt", "0dC1E0000000200000", "0d41E0000000000000"),
-        Un::I32TruncF64U => ("gt", "0dBFF0000000000000", "0d41F0000000000000"),
-        Un::I64TruncF32S => ("ge", "0fDF000000", "0f5F000000"),
-        Un::I64TruncF32U => ("gt", "0fBF800000", "0f5F800000"),
-        Un::I64TruncF64S => ("ge", "0dC3E0000000000000", "0d43E0000000000000"),
-        Un::I64TruncF64U => ("gt", "0dBFF0000000000000", "0d43F0000000000000"),
-        _ => return None,
-    })
+/// What must be so for a float to be converted: the comparison with the first, and being below the second.
+pub(super) fn convertible(op: Un) -> Option<(&'static str, String, String)> {
+    let (least, high) = op.convertible()?;
+    let number = |value: f64| match op.from() {
+        Ty::F64 => format!("0d{:016X}", value.to_bits()),
+        #[expect(clippy::cast_possible_truncation, reason = "a power of two, as f32 has them")]
+        _ => format!("0f{:08X}", (value as f32).to_bits()),
+    };
+    let (comparison, low) = match least {
+        Least::At(low) => ("ge", low),
+        Least::Above(low) => ("gt", low),
+    };
+    Some((comparison, number(low), number(high)))
 }

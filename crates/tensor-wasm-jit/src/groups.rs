@@ -17,7 +17,7 @@ const VECTOR_BYTES_MAX: i64 = 16;
 
 /// What an access has in common with others.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Member {
+pub(crate) struct Member {
     pub group: usize,
     /// The register that all of them are a fixed distance from.
     pub root: Reg,
@@ -34,7 +34,7 @@ pub(super) struct Member {
 
 /// A load's part in a vector.
 #[derive(Debug, Clone)]
-pub(super) enum Part {
+pub(crate) enum Part {
     /// It loads all of them, from the lowest on.
     Lead { registers: Vec<Reg>, distance: u32, from_root: i32 },
     /// It was loaded before.
@@ -42,7 +42,7 @@ pub(super) enum Part {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Groups {
+pub(crate) struct Groups {
     pub members: HashMap<usize, Member>,
     pub vectors: HashMap<usize, Part>,
     count: usize,
@@ -69,7 +69,7 @@ struct Access {
 }
 
 /// Finds the groups, for operations by their numbers. `is_wanted` says whether an address can be checked so at all.
-pub(super) fn groups(body: &Body, facts: &Facts, is_wanted: impl Fn(Reg) -> bool) -> Groups {
+pub(crate) fn groups(body: &Body, facts: &Facts, is_wanted: impl Fn(Reg) -> bool) -> Groups {
     let mut groups = Groups::default();
     let mut open: HashMap<(Reg, u32), Group> = HashMap::new();
     let mut epoch = 0;

@@ -1,0 +1,826 @@
+//! The function that runs work items: loops over groups and over the items of each, around the kernel's operations.
+
+use std::collections::HashMap;
+
+use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
+
+use super::barriers::{Barriers, DONE};
+use super::locals::Locals;
+use super::memory::{OWN, Region, What};
+use super::{CALL, Plan};
+use crate::facts::Facts;
+use crate::groups::{self, Groups};
+use crate::image::RECORD;
+use crate::ir::{Bin, Body, Id, Label, Math, Op, Reg, Site, TrapKind, Ty, Un, low_half};
+use crate::lower::SHARED_ADDRESS;
+
+/// Limits of windows that are computed before the first item; others are computed where they are needed.
+const LIMITS_MAX: usize = 64;
+
+/// Traps that end up at the same place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Class {
+    Kind(TrapKind),
+    Outside(Region),
+}
+
+/// Locals that belong to no register.
+pub(super) struct Own {
+    item: [u32; 3],
+    group: [u32; 3],
+    items: [u32; 3],
+    groups: [u32; 3],
+    /// The first item's number in the launch, of this group.
+    base: [u32; 3],
+    /// The item's number in its group, and how many there are.
+    number: u32,
+    count: u32,
+    left: u32,
+    site: u32,
+    kind: u32,
+    which: u32,
+    pub offset: u32,
+    pub found: u32,
+    pub stack: u32,
+    /// Of a kernel with barriers: where the item's context is, the barrier it is on its way to, whether any item waits.
+    pub context: u32,
+    pub resume: u32,
+    pub waiting: u32,
+}
+
+pub(super) struct Emitter<'b> {
+    pub body: &'b Body,
+    pub facts: &'b Facts,
+    pub windows: &'b [bool],
+    pub groups: Groups,
+    pub locals: Locals,
+    pub own: Own,
+    pub barriers: Barriers,
+    /// Where shared memory is in the thread's own memory.
+    pub shared: u32,
+    pub context_bytes: u32,
+    /// Ends of stretches and blocks that are skipped on the way to a barrier.
+    pub skips: Vec<usize>,
+    pub guarded: Vec<usize>,
+    code: Vec<Instruction<'static>>,
+    /// What a branch may go to, from the outermost in.
+    open: Vec<Target>,
+    classes: Vec<Class>,
+    /// Windows' sizes less what an access needs, in locals.
+    limits: HashMap<(u16, u32), u32>,
+    limits_order: Vec<(u16, u32)>,
+    starts: HashMap<u32, usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Target {
+    Label(u32),
+    Class(usize),
+    Record,
+    /// The end of an item, and of its turn.
+    Item,
+    Turn,
+    Items,
+    Phases,
+    Groups,
+    Nothing,
+}
+
+/// The function, and the bytes of a context.
+pub(super) fn run(body: &Body, facts: &Facts, windows: &[bool], plan: &Plan) -> (Function, u32) {
+    let mut locals = Locals::of(body, facts);
+    let mut i32s = || locals.own(ValType::I32);
+    let mut three = || [i32s(), i32s(), i32s()];
+    let (item, group, items, groups, base) = (three(), three(), three(), three(), three());
+    let own = Own {
+        item,
+        group,
+        items,
+        groups,
+        base,
+        number: i32s(),
+        count: i32s(),
+        site: i32s(),
+        kind: i32s(),
+        which: i32s(),
+        offset: i32s(),
+        stack: i32s(),
+        context: i32s(),
+        resume: i32s(),
+        waiting: i32s(),
+        left: locals.own(ValType::I64),
+        found: locals.own(ValType::I64),
+    };
+    let mut classes: Vec<Class> = TrapKind::ALL.into_iter().map(Class::Kind).collect();
+    let numbers = (0..u16::MAX).zip(windows).filter(|(_, is_window)| **is_window);
+    classes.extend(numbers.map(|(n, _)| Class::Outside(Region::Window(n))));
+    classes.extend([Class::Outside(Region::Stack), Class::Outside(Region::Shared)]);
+    let barriers = Barriers::of(body);
+    let mut emitter = Emitter {
+        body,
+        facts,
+        windows,
+        groups: Groups::default(),
+        context_bytes: barriers.context_bytes(body, &locals),
+        locals,
+        own,
+        barriers,
+        shared: plan.shared,
+        skips: Vec::new(),
+        guarded: Vec::new(),
+        code: Vec::new(),
+        open: Vec::new(),
+        classes,
+        limits: HashMap::new(),
+        limits_order: Vec::new(),
+        starts: HashMap::new(),
+    };
+    emitter.groups = groups::groups(body, facts, |reg| emitter.region(reg).is_some());
+    emitter.whole();
+    let body_code = std::mem::take(&mut emitter.code);
+    emitter.prologue();
+    let Emitter { locals, code: prologue, context_bytes, .. } = emitter;
+    let mut function = Function::new(locals.types.iter().map(|ty| (1, *ty)));
+    for instruction in prologue.iter().chain(&body_code) {
+        function.instruction(instruction);
+    }
+    function.instruction(&Instruction::End);
+    (function, context_bytes)
+}
+
+impl Emitter<'_> {
+    pub(super) fn put(&mut self, instruction: Instruction<'static>) {
+        self.code.push(instruction);
+    }
+
+    pub(super) fn i32(&mut self, value: i32) {
+        self.put(Instruction::I32Const(value));
+    }
+
+    pub(super) fn local_get(&mut self, local: u32) {
+        self.put(Instruction::LocalGet(local));
+    }
+
+    pub(super) fn local_set(&mut self, local: u32) {
+        self.put(Instruction::LocalSet(local));
+    }
+
+    pub(super) fn local_tee(&mut self, local: u32) {
+        self.put(Instruction::LocalTee(local));
+    }
+
+    /// Pushes a register.
+    pub(super) fn get(&mut self, reg: Reg) {
+        let known = self.facts.constant(reg);
+        match self.locals.slot(reg).filter(|_| known.is_none()) {
+            Some(local) => self.local_get(local),
+            None => self.constant(self.body.ty(reg), known.unwrap_or(0)),
+        }
+    }
+
+    fn constant(&mut self, ty: Ty, bits: u64) {
+        match ty {
+            Ty::I32 => self.i32(low_half(bits).cast_signed()),
+            Ty::I64 => self.put(Instruction::I64Const(bits.cast_signed())),
+            Ty::F32 => self.put(Instruction::F32Const(f32::from_bits(low_half(bits)).into())),
+            Ty::F64 => self.put(Instruction::F64Const(f64::from_bits(bits).into())),
+        }
+    }
+
+    pub(super) fn set(&mut self, reg: Reg) {
+        match self.locals.slot(reg) {
+            Some(local) => self.local_set(local),
+            None => self.put(Instruction::Drop),
+        }
+    }
+
+    /// Pushes a float's bits as they are to be seen: of the NaNs that operations make there is only one.
+    pub(super) fn get_observed(&mut self, reg: Reg) {
+        match self.body.ty(reg).is_float() && self.facts.is_computed(reg) {
+            true => self.get_canonical(reg),
+            false => self.get(reg),
+        }
+    }
+
+    fn get_canonical(&mut self, reg: Reg) {
+        let is_wide = self.body.ty(reg) == Ty::F64;
+        match is_wide {
+            true => self.put(Instruction::F64Const(f64::from_bits(0x7ff8_0000_0000_0000).into())),
+            false => self.put(Instruction::F32Const(f32::from_bits(0x7fc0_0000).into())),
+        }
+        self.get(reg);
+        self.get(reg);
+        self.get(reg);
+        self.put(if is_wide { Instruction::F64Ne } else { Instruction::F32Ne });
+        self.put(Instruction::Select);
+    }
+
+    /// Opens a block that branches to a label may go to.
+    pub(super) fn open(&mut self, instruction: Instruction<'static>, label: Option<Label>) {
+        self.put(instruction);
+        self.open.push(label.map_or(Target::Nothing, |label| Target::Label(label.0)));
+    }
+
+    fn open_as(&mut self, instruction: Instruction<'static>, target: Target) {
+        self.put(instruction);
+        self.open.push(target);
+    }
+
+    pub(super) fn close(&mut self) {
+        self.put(Instruction::End);
+        self.open.pop();
+    }
+
+    fn depth(&self, target: Target) -> u32 {
+        let found = self.open.iter().rev().position(|open| *open == target);
+        u32::try_from(found.unwrap_or(0)).unwrap_or(0)
+    }
+
+    pub(super) fn set_site(&mut self, site: Site) {
+        self.i32(site.0.cast_signed());
+        self.local_set(self.own.site);
+    }
+
+    /// Traps if what was pushed is not zero, at the site that was set.
+    pub(super) fn trap_if(&mut self, class: Class) {
+        let at = self.classes.iter().position(|own| *own == class).unwrap_or(0);
+        let depth = self.depth(Target::Class(at));
+        self.put(Instruction::BrIf(depth));
+    }
+
+    fn trap(&mut self, kind: TrapKind, site: Site) {
+        self.set_site(site);
+        self.i32(1);
+        self.trap_if(Class::Kind(kind));
+        self.put(Instruction::Unreachable);
+    }
+
+    /// Ends the turn of an item that waits.
+    pub(super) fn suspend(&mut self) {
+        let depth = self.depth(Target::Turn);
+        self.put(Instruction::Br(depth));
+    }
+
+    /// The local with a window's size less what an access needs.
+    pub(super) fn limit(&mut self, window: u16, bytes: u32) -> u32 {
+        if let Some(local) = self.limits.get(&(window, bytes)) {
+            return *local;
+        }
+        if self.limits.len() < LIMITS_MAX {
+            let local = self.locals.own(ValType::I64);
+            self.limits.insert((window, bytes), local);
+            self.limits_order.push((window, bytes));
+            return local;
+        }
+        self.push_limit(window, bytes);
+        self.local_set(self.own.found);
+        self.own.found
+    }
+
+    fn push_limit(&mut self, window: u16, bytes: u32) {
+        self.i32(0);
+        let at = CALL.params + CALL.param_bytes * u32::from(window) + 4;
+        self.put(Instruction::I64Load32U(word(at)));
+        self.put(Instruction::I64Const(i64::from(bytes)));
+        self.put(Instruction::I64Sub);
+    }
+
+    /// Loads a number of what the function is called with.
+    fn load_call(&mut self, at: u32, local: u32) {
+        self.i32(0);
+        self.put(Instruction::I32Load(word(at)));
+        self.local_set(local);
+    }
+
+    fn prologue(&mut self) {
+        for axis in 0..3 {
+            let at = u32::try_from(4 * axis).unwrap_or(0);
+            self.load_call(CALL.items + at, self.own.items[axis]);
+            self.load_call(CALL.groups + at, self.own.groups[axis]);
+        }
+        for (n, reg) in self.body.params.iter().enumerate() {
+            let at = CALL.params + CALL.param_bytes * u32::try_from(n).unwrap_or(0);
+            self.i32(0);
+            let ty = self.body.ty(*reg);
+            let place = MemArg { offset: u64::from(at), align: ty.bytes().trailing_zeros(), memory_index: OWN };
+            self.put(match ty {
+                Ty::I32 => Instruction::I32Load(place),
+                Ty::I64 => Instruction::I64Load(place),
+                Ty::F32 => Instruction::F32Load(place),
+                Ty::F64 => Instruction::F64Load(place),
+            });
+            self.set(*reg);
+        }
+        for (window, bytes) in std::mem::take(&mut self.limits_order) {
+            self.push_limit(window, bytes);
+            if let Some(local) = self.limits.get(&(window, bytes)).copied() {
+                self.local_set(local);
+            }
+        }
+        self.load_call(CALL.stacks, self.own.stack);
+        // How many items a group has, and how many groups there are to be run.
+        let [x, y, z] = self.own.items;
+        self.local_get(x);
+        self.local_get(y);
+        self.put(Instruction::I32Mul);
+        self.local_get(z);
+        self.put(Instruction::I32Mul);
+        self.local_set(self.own.count);
+        self.i32(0);
+        self.put(Instruction::I64Load(MemArg { offset: u64::from(CALL.count), align: 3, memory_index: OWN }));
+        self.local_set(self.own.left);
+        // The first group's three numbers.
+        let [nx, ny, _] = self.own.groups;
+        let [gx, gy, gz] = self.own.group;
+        let first = MemArg { offset: u64::from(CALL.first), align: 3, memory_index: OWN };
+        for (sizes, local) in [(&[][..], gx), (&[nx], gy), (&[nx, ny], gz)] {
+            self.i32(0);
+            self.put(Instruction::I64Load(first));
+            for size in sizes {
+                self.local_get(*size);
+                self.put(Instruction::I64ExtendI32U);
+                self.put(Instruction::I64DivU);
+            }
+            if local != gz {
+                self.local_get(if local == gx { nx } else { ny });
+                self.put(Instruction::I64ExtendI32U);
+                self.put(Instruction::I64RemU);
+            }
+            self.put(Instruction::I32WrapI64);
+            self.local_set(local);
+        }
+    }
+
+    fn whole(&mut self) {
+        self.open_as(Instruction::Block(BlockType::Empty), Target::Record);
+        for class in (0..self.classes.len()).rev() {
+            self.open_as(Instruction::Block(BlockType::Empty), Target::Class(class));
+        }
+        self.groups();
+        self.i32(0);
+        self.put(Instruction::Return);
+        for (n, class) in self.classes.clone().into_iter().enumerate() {
+            debug_assert_eq!(self.open.last(), Some(&Target::Class(n)));
+            self.close();
+            let (kind, which) = match class {
+                Class::Kind(kind) => (kind, RECORD.nothing),
+                Class::Outside(Region::Window(n)) => (TrapKind::OutOfBounds, u32::from(n)),
+                Class::Outside(Region::Stack) => (TrapKind::OutOfBounds, RECORD.stack),
+                Class::Outside(Region::Shared) => (TrapKind::OutOfBounds, RECORD.shared),
+            };
+            self.i32((kind as u32).cast_signed());
+            self.local_set(self.own.kind);
+            self.i32(which.cast_signed());
+            self.local_set(self.own.which);
+            let depth = self.depth(Target::Record);
+            self.put(Instruction::Br(depth));
+        }
+        self.close();
+        let ([gx, gy, gz], [x, y, z]) = (self.own.group, self.own.item);
+        let written = [self.own.kind, self.own.site, self.own.which, self.own.offset, gx, gy, gz, x, y, z];
+        for (local, at) in written.into_iter().zip((CALL.trap..).step_by(4)) {
+            self.i32(0);
+            self.local_get(local);
+            self.put(Instruction::I32Store(word(at)));
+        }
+        self.i32(1);
+    }
+
+    fn groups(&mut self) {
+        self.open_as(Instruction::Loop(BlockType::Empty), Target::Groups);
+        for axis in 0..3 {
+            self.local_get(self.own.group[axis]);
+            self.local_get(self.own.items[axis]);
+            self.put(Instruction::I32Mul);
+            self.local_set(self.own.base[axis]);
+        }
+        if self.body.shared_bytes > 0 {
+            self.i32(self.shared.cast_signed());
+            self.i32(0);
+            self.i32(self.body.shared_bytes.cast_signed());
+            self.put(Instruction::MemoryFill(OWN));
+        }
+        match self.barriers.are_none() {
+            true => self.items(),
+            false => self.phases(),
+        }
+        // On to the next group.
+        let ([gx, gy, gz], [nx, ny, _]) = (self.own.group, self.own.groups);
+        self.advance([gx, gy, gz], [nx, ny]);
+        self.local_get(self.own.left);
+        self.put(Instruction::I64Const(1));
+        self.put(Instruction::I64Sub);
+        self.local_tee(self.own.left);
+        self.put(Instruction::I64Eqz);
+        self.put(Instruction::I32Eqz);
+        let depth = self.depth(Target::Groups);
+        self.put(Instruction::BrIf(depth));
+        self.close();
+    }
+
+    /// Counts on by one in three dimensions; the last has no end.
+    fn advance(&mut self, [x, y, z]: [u32; 3], [nx, ny]: [u32; 2]) {
+        let increment = |emitter: &mut Self, local: u32| {
+            emitter.local_get(local);
+            emitter.i32(1);
+            emitter.put(Instruction::I32Add);
+            emitter.local_tee(local);
+        };
+        let begin = |emitter: &mut Self, local: u32| {
+            emitter.i32(0);
+            emitter.local_set(local);
+        };
+        increment(self, x);
+        self.local_get(nx);
+        self.put(Instruction::I32Eq);
+        self.open(Instruction::If(BlockType::Empty), None);
+        begin(self, x);
+        increment(self, y);
+        self.local_get(ny);
+        self.put(Instruction::I32Eq);
+        self.open(Instruction::If(BlockType::Empty), None);
+        begin(self, y);
+        increment(self, z);
+        self.put(Instruction::Drop);
+        self.close();
+        self.close();
+    }
+
+    /// Items take turns until none waits at a barrier.
+    fn phases(&mut self) {
+        // Nobody has begun.
+        self.load_call(CALL.contexts, self.own.context);
+        self.i32(0);
+        self.local_set(self.own.number);
+        let state = MemArg { offset: 0, align: 2, memory_index: OWN };
+        self.open_as(Instruction::Loop(BlockType::Empty), Target::Nothing);
+        self.local_get(self.own.context);
+        self.i32(0);
+        self.put(Instruction::I32Store(state));
+        self.next_context();
+        self.local_get(self.own.number);
+        self.i32(1);
+        self.put(Instruction::I32Add);
+        self.local_tee(self.own.number);
+        self.local_get(self.own.count);
+        self.put(Instruction::I32LtU);
+        self.put(Instruction::BrIf(0));
+        self.close();
+        self.open_as(Instruction::Loop(BlockType::Empty), Target::Phases);
+        self.i32(0);
+        self.local_set(self.own.waiting);
+        self.load_call(CALL.contexts, self.own.context);
+        self.load_call(CALL.stacks, self.own.stack);
+        self.items();
+        self.local_get(self.own.waiting);
+        let depth = self.depth(Target::Phases);
+        self.put(Instruction::BrIf(depth));
+        self.close();
+    }
+
+    fn next_context(&mut self) {
+        self.local_get(self.own.context);
+        self.i32(self.context_bytes.cast_signed());
+        self.put(Instruction::I32Add);
+        self.local_set(self.own.context);
+    }
+
+    fn items(&mut self) {
+        let state = MemArg { offset: 0, align: 2, memory_index: OWN };
+        let has_barriers = !self.barriers.are_none();
+        for local in self.own.item.into_iter().chain([self.own.number]) {
+            self.i32(0);
+            self.local_set(local);
+        }
+        self.open_as(Instruction::Loop(BlockType::Empty), Target::Items);
+        self.open_as(Instruction::Block(BlockType::Empty), Target::Turn);
+        if has_barriers {
+            self.local_get(self.own.context);
+            self.put(Instruction::I32Load(state));
+            self.local_tee(self.own.resume);
+            self.i32(DONE);
+            self.put(Instruction::I32Eq);
+            let depth = self.depth(Target::Turn);
+            self.put(Instruction::BrIf(depth));
+        }
+        self.open_as(Instruction::Block(BlockType::Empty), Target::Item);
+        let body = self.body;
+        for (n, op) in body.ops.iter().enumerate() {
+            self.skip_after(n);
+            self.skip_before(n);
+            self.one(n, op);
+        }
+        self.close();
+        if has_barriers {
+            self.local_get(self.own.context);
+            self.i32(DONE);
+            self.put(Instruction::I32Store(state));
+        }
+        self.close();
+        if has_barriers {
+            self.next_context();
+            self.local_get(self.own.stack);
+            self.i32(body.stack_bytes.cast_signed());
+            self.put(Instruction::I32Add);
+            self.local_set(self.own.stack);
+        }
+        let ([x, y, z], [sx, sy, _]) = (self.own.item, self.own.items);
+        self.advance([x, y, z], [sx, sy]);
+        self.local_get(self.own.number);
+        self.i32(1);
+        self.put(Instruction::I32Add);
+        self.local_tee(self.own.number);
+        self.local_get(self.own.count);
+        self.put(Instruction::I32LtU);
+        let depth = self.depth(Target::Items);
+        self.put(Instruction::BrIf(depth));
+        self.close();
+    }
+
+    fn one(&mut self, n: usize, op: &Op) {
+        self.operation(n, op);
+        // Where computed NaNs come together with others whose bits count, they become the one NaN as they come.
+        if let Some(to) = op.to()
+            && self.facts.is_mixed(to)
+            && self.body.ty(to).is_float()
+            && !matches!(op, Op::Load { .. } | Op::Const { .. })
+            && !self.facts.keeps_bits(op)
+        {
+            self.get_canonical(to);
+            self.set(to);
+        }
+    }
+
+    fn operation(&mut self, n: usize, op: &Op) {
+        match op {
+            // Where it is the only value, it is pushed where it is read.
+            Op::Const { to, bits } if self.facts.constant(*to).is_none() => {
+                self.constant(self.body.ty(*to), *bits);
+                self.set(*to);
+            }
+            Op::Const { .. } => {}
+            Op::Move { to, from } => {
+                self.get(*from);
+                self.set(*to);
+            }
+            Op::Un { op, to, a, site } => self.unary(*op, *to, *a, *site),
+            Op::Bin { op, to, a, b, site } => {
+                self.division(*op, *a, *b, *site);
+                match op {
+                    Bin::F32Copysign | Bin::F64Copysign => {
+                        self.get_observed(*a);
+                        self.get_observed(*b);
+                    }
+                    _ => {
+                        self.get(*a);
+                        self.get(*b);
+                    }
+                }
+                self.put(op.instruction());
+                self.set(*to);
+            }
+            Op::Math { op, to, operands } => self.math(*op, *to, operands),
+            Op::Select { to, condition, a, b } => {
+                match self.facts.is_mixed(*to) {
+                    true => {
+                        self.get_observed(*a);
+                        self.get_observed(*b);
+                    }
+                    false => {
+                        self.get(*a);
+                        self.get(*b);
+                    }
+                }
+                self.get(*condition);
+                self.put(Instruction::Select);
+                self.set(*to);
+            }
+            Op::Id { id, to, dimension } => self.id(*id, *to, *dimension),
+            Op::Shared { to } => {
+                self.i32(SHARED_ADDRESS.cast_signed());
+                self.set(*to);
+            }
+            Op::Barrier { .. } => self.barrier(n),
+            Op::Load { to, access, at, site } => self.access(n, What::Load { to: *to, access: *access }, *at, *site),
+            Op::Store { access, at, value, site } => {
+                self.access(n, What::Store { value: *value, access: *access }, *at, *site);
+            }
+            Op::AtomicLoad { to, access, at, site } => {
+                self.access(n, What::AtomicLoad { to: *to, access: *access }, *at, *site);
+            }
+            Op::AtomicStore { access, at, value, site } => {
+                self.access(n, What::AtomicStore { value: *value, access: *access }, *at, *site);
+            }
+            Op::Atomic { op, to, access, at, value, expected, site } => {
+                let what = What::Atomic { op: *op, to: *to, access: *access, value: *value, expected: *expected };
+                self.access(n, what, *at, *site);
+            }
+            Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
+            Op::Fence => self.put(Instruction::AtomicFence),
+            Op::Trap { kind, site } => self.trap(*kind, *site),
+            Op::Block { label } => self.begin(n, Instruction::Block(BlockType::Empty), *label),
+            Op::Loop { label } => self.begin(n, Instruction::Loop(BlockType::Empty), *label),
+            Op::If { condition, label } => {
+                self.condition(n, *condition);
+                self.begin(n, Instruction::If(BlockType::Empty), *label);
+            }
+            Op::Else { .. } => self.put(Instruction::Else),
+            Op::End { label } => {
+                self.close();
+                let start = self.starts.remove(&label.0);
+                if start.is_some() && self.guarded.last().copied() == start {
+                    self.guarded.pop();
+                    self.close();
+                }
+            }
+            Op::Branch { label } => {
+                let depth = self.depth(Target::Label(label.0));
+                self.put(Instruction::Br(depth));
+            }
+            Op::BranchIf { condition, label } => {
+                self.get(*condition);
+                let depth = self.depth(Target::Label(label.0));
+                self.put(Instruction::BrIf(depth));
+            }
+            Op::BranchTable { index, labels } => {
+                self.get(*index);
+                let depths: Vec<u32> = labels.iter().map(|label| self.depth(Target::Label(label.0))).collect();
+                if let Some((default, cases)) = depths.split_last() {
+                    self.put(Instruction::BrTable(cases.to_vec().into(), *default));
+                }
+            }
+            Op::Return => {
+                let depth = self.depth(Target::Item);
+                self.put(Instruction::Br(depth));
+            }
+        }
+    }
+
+    fn begin(&mut self, n: usize, instruction: Instruction<'static>, label: Label) {
+        self.open(instruction, Some(label));
+        self.starts.insert(label.0, n);
+    }
+
+    fn unary(&mut self, op: Un, to: Reg, a: Reg, site: Site) {
+        if let Some((least, high)) = op.convertible() {
+            let is_wide = op.from() == Ty::F64;
+            let either = |wide: Instruction<'static>, narrow: Instruction<'static>| if is_wide { wide } else { narrow };
+            self.set_site(site);
+            self.get(a);
+            self.get(a);
+            self.put(either(Instruction::F64Ne, Instruction::F32Ne));
+            self.trap_if(Class::Kind(TrapKind::BadConversion));
+            let float = |value: f64| {
+                #[expect(clippy::cast_possible_truncation, reason = "a power of two, or next to one, as f32 has them")]
+                either(Instruction::F64Const(value.into()), Instruction::F32Const((value as f32).into()))
+            };
+            self.get(a);
+            match least {
+                crate::ir::Least::At(low) => {
+                    self.put(float(low));
+                    self.put(either(Instruction::F64Lt, Instruction::F32Lt));
+                }
+                crate::ir::Least::Above(low) => {
+                    self.put(float(low));
+                    self.put(either(Instruction::F64Le, Instruction::F32Le));
+                }
+            }
+            self.get(a);
+            self.put(float(high));
+            self.put(either(Instruction::F64Ge, Instruction::F32Ge));
+            self.put(Instruction::I32Or);
+            self.trap_if(Class::Kind(TrapKind::IntegerOverflow));
+        }
+        let is_seen = matches!(op, Un::I32ReinterpretF32 | Un::I64ReinterpretF64 | Un::F32Neg | Un::F64Neg);
+        match is_seen {
+            true => self.get_observed(a),
+            false => self.get(a),
+        }
+        self.put(op.instruction());
+        self.set(to);
+    }
+
+    /// Traps of integer division, before it.
+    fn division(&mut self, op: Bin, a: Reg, b: Reg, site: Site) {
+        let (is_wide, is_signed_division) = match op {
+            Bin::I32DivS => (false, true),
+            Bin::I32DivU | Bin::I32RemS | Bin::I32RemU => (false, false),
+            Bin::I64DivS => (true, true),
+            Bin::I64DivU | Bin::I64RemS | Bin::I64RemU => (true, false),
+            _ => return,
+        };
+        self.set_site(site);
+        self.get(b);
+        self.put(if is_wide { Instruction::I64Eqz } else { Instruction::I32Eqz });
+        self.trap_if(Class::Kind(TrapKind::DivideByZero));
+        if is_signed_division {
+            self.get(a);
+            self.put(if is_wide { Instruction::I64Const(i64::MIN) } else { Instruction::I32Const(i32::MIN) });
+            self.put(if is_wide { Instruction::I64Eq } else { Instruction::I32Eq });
+            self.get(b);
+            self.put(if is_wide { Instruction::I64Const(-1) } else { Instruction::I32Const(-1) });
+            self.put(if is_wide { Instruction::I64Eq } else { Instruction::I32Eq });
+            self.put(Instruction::I32And);
+            self.trap_if(Class::Kind(TrapKind::IntegerOverflow));
+        }
+    }
+
+    fn math(&mut self, op: Math, to: Reg, operands: &[Reg; 3]) {
+        match op {
+            // Wasm has no fused multiplication of single numbers, but of vectors, which whoever compiles this is told to
+            // round once.
+            Math::FmaF32 => {
+                for reg in operands {
+                    self.get(*reg);
+                    self.put(Instruction::F32x4Splat);
+                }
+                self.put(Instruction::F32x4RelaxedMadd);
+                self.put(Instruction::F32x4ExtractLane(0));
+            }
+            Math::FmaF64 => {
+                for reg in operands {
+                    self.get(*reg);
+                    self.put(Instruction::F64x2Splat);
+                }
+                self.put(Instruction::F64x2RelaxedMadd);
+                self.put(Instruction::F64x2ExtractLane(0));
+            }
+            Math::SqrtF32 => {
+                self.get(operands[0]);
+                self.put(Instruction::F32Sqrt);
+            }
+            Math::SqrtF64 => {
+                self.get(operands[0]);
+                self.put(Instruction::F64Sqrt);
+            }
+            Math::RsqrtF32 => {
+                self.put(Instruction::F32Const(1.0_f32.into()));
+                self.get(operands[0]);
+                self.put(Instruction::F32Sqrt);
+                self.put(Instruction::F32Div);
+            }
+            Math::RsqrtF64 => {
+                self.put(Instruction::F64Const(1.0_f64.into()));
+                self.get(operands[0]);
+                self.put(Instruction::F64Sqrt);
+                self.put(Instruction::F64Div);
+            }
+        }
+        self.set(to);
+    }
+
+    fn id(&mut self, id: Id, to: Reg, dimension: Reg) {
+        match self.facts.constant(dimension) {
+            Some(axis @ 0..=2) => self.push_id(id, usize::try_from(axis).unwrap_or(0)),
+            Some(_) => self.i32(nowhere(id)),
+            None => {
+                self.i32(nowhere(id));
+                self.set(to);
+                for axis in 0..3_usize {
+                    self.push_id(id, axis);
+                    self.get(to);
+                    self.get(dimension);
+                    self.i32(i32::try_from(axis).unwrap_or(0));
+                    self.put(Instruction::I32Eq);
+                    self.put(Instruction::Select);
+                    self.set(to);
+                }
+                return;
+            }
+        }
+        self.set(to);
+    }
+
+    fn push_id(&mut self, id: Id, axis: usize) {
+        let Own { item, group, items, groups, base, .. } = &self.own;
+        let (item, group, items, groups, base) = (item[axis], group[axis], items[axis], groups[axis], base[axis]);
+        match id {
+            Id::Local => self.local_get(item),
+            Id::Group => self.local_get(group),
+            Id::LocalSize => self.local_get(items),
+            Id::Groups => self.local_get(groups),
+            Id::Global => {
+                self.local_get(base);
+                self.local_get(item);
+                self.put(Instruction::I32Add);
+            }
+            Id::GlobalSize => {
+                self.local_get(items);
+                self.local_get(groups);
+                self.put(Instruction::I32Mul);
+            }
+        }
+    }
+}
+
+fn word(at: u32) -> MemArg {
+    MemArg { offset: u64::from(at), align: 2, memory_index: OWN }
+}
+
+/// What there is in a dimension that there is not.
+fn nowhere(id: Id) -> i32 {
+    match id {
+        Id::Global | Id::Local | Id::Group => 0,
+        Id::LocalSize | Id::GlobalSize | Id::Groups => 1,
+    }
+}
