@@ -340,6 +340,7 @@ fn wat(body: &str) -> Vec<u8> {
         r#"(module
             (import "kernel" "global_id" (func $global_id (param i32) (result i32)))
             (import "kernel" "local_id" (func $local_id (param i32) (result i32)))
+            (import "kernel" "group_id" (func $group_id (param i32) (result i32)))
             (import "kernel" "barrier" (func $barrier))
             (import "kernel" "shared" (func $shared (param i32) (result i32)))
             (memory 1)
@@ -428,6 +429,79 @@ fn items_that_trap_before_a_barrier_hold_up_nobody() {
               (i32.load (i32.add (local.get $s) (i32.shl (i32.xor (local.get $i) (i32.const 1)) (i32.const 2))))))"#);
     let done = launch(&wasm, "k", [2, 1, 1], [64, 1, 1], &[Arg::Buffer(vec![0; 256])]);
     assert_eq!(done.trap.unwrap().kind, TrapKind::DivideByZero);
+}
+
+#[test]
+fn shared_memory_and_the_stack_begin_as_zeros() {
+    // Each item stores what it finds in shared memory and on its stack, then fills both.
+    let wasm = wat(r#"(global $sp (mut i32) (i32.const 65536))
+          (func (export "k") (param $out i32) (local $i i32) (local $s i32) (local $f i32)
+            (global.set $sp (local.tee $f (i32.sub (global.get $sp) (i32.const 48))))
+            (local.set $s (i32.add (call $shared (i32.const 1000))
+              (i32.shl (local.tee $i (call $local_id (i32.const 0))) (i32.const 2))))
+            (i32.store (i32.add (local.get $out) (i32.shl (call $global_id (i32.const 0)) (i32.const 2)))
+              (i32.or (i32.load (local.get $s)) (i32.load offset=44 (local.get $f))))
+            (i32.store (local.get $s) (i32.const -1))
+            (i32.store offset=44 (local.get $f) (i32.const -1))
+            (call $barrier)
+            (global.set $sp (i32.add (local.get $f) (i32.const 48))))"#);
+    let done = launch(&wasm, "k", [3, 1, 1], [250, 1, 1], &[Arg::Buffer(vec![0xee; 3000])]);
+    assert_eq!(done.trap, None);
+    assert!(done.buffers[0].iter().all(|byte| *byte == 0));
+}
+
+#[test]
+fn barriers_in_any_control_flow_bring_items_together() {
+    // In both arms of an `if`, in a loop whose length is the group's, and after a branch out of a block: each time an item
+    // reads what its neighbour wrote before.
+    let neighbour =
+        "(i32.load (i32.add (local.get $s) (i32.and (i32.add (local.get $at) (i32.const 4)) (i32.const 127))))";
+    let store = "(i32.store (i32.add (local.get $s) (local.get $at)) (local.get $sum))";
+    let wasm = wat(&format!(
+        r#"(func (export "k") (param $out i32) (local $i i32) (local $at i32) (local $s i32) (local $n i32) (local $sum i32)
+            (local.set $s (call $shared (i32.const 128)))
+            (local.set $at (i32.shl (local.tee $i (call $local_id (i32.const 0))) (i32.const 2)))
+            (local.set $sum (i32.add (local.get $i) (i32.const 1)))
+            {store}
+            (if (i32.and (call $group_id (i32.const 0)) (i32.const 1))
+              (then (call $barrier) (local.set $sum (i32.mul (local.get $sum) {neighbour})) (call $barrier))
+              (else (call $barrier) (local.set $sum (i32.sub (local.get $sum) {neighbour})) (call $barrier)))
+            (block $out
+              (loop $again
+                {store}
+                (call $barrier)
+                (local.set $sum (i32.add (i32.mul (local.get $sum) (i32.const 31)) {neighbour}))
+                (call $barrier)
+                (br_if $out (i32.gt_u (local.tee $n (i32.add (local.get $n) (i32.const 1))) (call $group_id (i32.const 0))))
+                (if (i32.eq (local.get $n) (i32.const 2)) (then (call $barrier)))
+                (br $again)))
+            (if (i32.lt_u (local.get $i) (i32.const 7)) (then return))
+            (call $barrier)
+            (i32.store (i32.add (local.get $out)
+              (i32.shl (call $global_id (i32.const 0)) (i32.const 2))) (local.get $sum)))"#
+    ));
+    let (groups, items) = (5_usize, 32_usize);
+    let done = launch(&wasm, "k", [5, 1, 1], [32, 1, 1], &[Arg::Buffer(vec![0; 4 * groups * items])]);
+    assert_eq!(done.trap, None);
+    for group in 0..groups {
+        let next = |sums: &[i32], i: usize| sums[(i + 1) % items];
+        let mut sums: Vec<i32> = (1..=items as i32).collect();
+        let first = sums.clone();
+        for (i, sum) in sums.iter_mut().enumerate() {
+            *sum = if group % 2 == 1 { *sum * next(&first, i) } else { *sum - next(&first, i) };
+        }
+        for _ in 0..=group {
+            let before = sums.clone();
+            for (i, sum) in sums.iter_mut().enumerate() {
+                *sum = sum.wrapping_mul(31).wrapping_add(next(&before, i));
+            }
+        }
+        for (i, sum) in sums.iter().enumerate() {
+            let at = 4 * (group * items + i);
+            let found = i32::from_le_bytes(done.buffers[0][at..at + 4].try_into().unwrap());
+            assert_eq!(found, if i < 7 { 0 } else { *sum }, "item {i} of group {group}");
+        }
+    }
 }
 
 #[test]

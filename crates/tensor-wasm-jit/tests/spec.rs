@@ -73,7 +73,12 @@ const RESULTS_START: u32 = 0xe000_0000;
 enum Machine<'g> {
     /// And on the CPU beside it, which must do the same.
     Emulator(DeviceMemory, HashMap<String, Emulator>, Box<Cpu>),
-    Gpu { gpu: &'g Gpu, results: Buffer, memory: Buffer, kernels: HashMap<String, Kernel> },
+    Gpu {
+        gpu: &'g Gpu,
+        results: Buffer,
+        memory: Buffer,
+        kernels: HashMap<String, Kernel>,
+    },
 }
 
 /// The same kernels on the CPU, with memories of their own.

@@ -17,6 +17,9 @@ use crate::lower::SHARED_ADDRESS;
 /// Limits of windows that are computed before the first item; others are computed where they are needed.
 const LIMITS_MAX: usize = 64;
 
+/// Filling memory is a call, which costs as much as this many bytes one by one.
+const ZEROED_BY_STORES_MAX: u32 = 256;
+
 /// Traps that end up at the same place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Class {
@@ -448,8 +451,9 @@ impl Emitter<'_> {
 
     /// Items take turns until none waits at a barrier.
     fn phases(&mut self) {
-        // Nobody has begun.
+        // Nobody has begun, and nothing is on the stacks.
         self.load_call(CALL.contexts, self.own.context);
+        self.load_call(CALL.stacks, self.own.stack);
         self.i32(0);
         self.local_set(self.own.number);
         let state = MemArg { offset: 0, align: 2, memory_index: OWN };
@@ -466,6 +470,14 @@ impl Emitter<'_> {
         self.put(Instruction::I32LtU);
         self.put(Instruction::BrIf(0));
         self.close();
+        if self.body.stack_bytes > 0 {
+            self.local_get(self.own.stack);
+            self.i32(0);
+            self.local_get(self.own.count);
+            self.i32(self.body.stack_bytes.cast_signed());
+            self.put(Instruction::I32Mul);
+            self.put(Instruction::MemoryFill(OWN));
+        }
         self.open_as(Instruction::Loop(BlockType::Empty), Target::Phases);
         self.i32(0);
         self.local_set(self.own.waiting);
@@ -505,6 +517,9 @@ impl Emitter<'_> {
         }
         self.open_as(Instruction::Block(BlockType::Empty), Target::Item);
         let body = self.body;
+        if !has_barriers {
+            self.zero_stack();
+        }
         for (n, op) in body.ops.iter().enumerate() {
             self.skip_after(n);
             self.skip_before(n);
@@ -535,6 +550,21 @@ impl Emitter<'_> {
         let depth = self.depth(Target::Items);
         self.put(Instruction::BrIf(depth));
         self.close();
+    }
+
+    /// The stack of the item before was another's.
+    fn zero_stack(&mut self) {
+        if self.body.stack_bytes > ZEROED_BY_STORES_MAX {
+            self.local_get(self.own.stack);
+            self.i32(0);
+            self.i32(self.body.stack_bytes.cast_signed());
+            return self.put(Instruction::MemoryFill(OWN));
+        }
+        for at in (0..self.body.stack_bytes).step_by(8) {
+            self.local_get(self.own.stack);
+            self.put(Instruction::I64Const(0));
+            self.put(Instruction::I64Store(MemArg { offset: u64::from(at), align: 3, memory_index: OWN }));
+        }
     }
 
     fn one(&mut self, n: usize, op: &Op) {

@@ -66,9 +66,7 @@ impl What {
 impl Emitter<'_> {
     pub(super) fn region(&self, base: Reg) -> Option<Region> {
         match self.facts.source(base)? {
-            Source::Param(n) => {
-                self.windows.get(usize::from(n)).copied().unwrap_or(false).then_some(Region::Window(n))
-            }
+            Source::Param(n) => self.windows.get(usize::from(n)).copied().unwrap_or(false).then_some(Region::Window(n)),
             Source::Stack => (self.body.stack_bytes > 0).then_some(Region::Stack),
             Source::Shared => (self.body.shared_bytes > 0).then_some(Region::Shared),
         }
@@ -298,7 +296,9 @@ impl Emitter<'_> {
                     Rmw::Or => (Instruction::I32AtomicRmwOr(at), Instruction::I64AtomicRmwOr(at)),
                     Rmw::Xor => (Instruction::I32AtomicRmwXor(at), Instruction::I64AtomicRmwXor(at)),
                     Rmw::Exchange => (Instruction::I32AtomicRmwXchg(at), Instruction::I64AtomicRmwXchg(at)),
-                    Rmw::CompareExchange => (Instruction::I32AtomicRmwCmpxchg(at), Instruction::I64AtomicRmwCmpxchg(at)),
+                    Rmw::CompareExchange => {
+                        (Instruction::I32AtomicRmwCmpxchg(at), Instruction::I64AtomicRmwCmpxchg(at))
+                    }
                 };
                 self.put(if self.body.ty(to) == Ty::I32 { narrow } else { wide });
                 self.set(to);

@@ -45,8 +45,17 @@ pub struct CallLayout {
     pub param_bytes: u32,
 }
 
-pub const CALL: CallLayout =
-    CallLayout { first: 0, count: 8, items: 16, groups: 28, stacks: 40, contexts: 44, trap: 64, params: 128, param_bytes: 16 };
+pub const CALL: CallLayout = CallLayout {
+    first: 0,
+    count: 8,
+    items: 16,
+    groups: 28,
+    stacks: 40,
+    contexts: 44,
+    trap: 64,
+    params: 128,
+    param_bytes: 16,
+};
 
 /// The name of the section in which an image says how it wants to be run.
 const SECTION: &str = "tensor-wasm-host";
@@ -193,7 +202,8 @@ fn assemble(body: &Body, plan: &Plan, layout: &HostLayout, run: Function, find: 
     types.ty().function([], [ValType::I32]);
     types.ty().function([ValType::I64, ValType::I64, ValType::I32, ValType::I32], [ValType::I64]);
     let mut imports = ImportSection::new();
-    let windows = MemoryType { minimum: 1, maximum: Some(1 << 16), memory64: false, shared: true, page_size_log2: None };
+    let windows =
+        MemoryType { minimum: 1, maximum: Some(1 << 16), memory64: false, shared: true, page_size_log2: None };
     imports.import("host", "windows", EntityType::Memory(windows));
     let mut functions = FunctionSection::new();
     functions.function(0).function(1);

@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
-use crate::groups::{Member, Part};
 use super::{Emitter, LIMITS_MAX, Limit, Region, Target, load_type, scope};
 use crate::facts::Source;
+use crate::groups::{Member, Part};
 use crate::ir::{Access, Address, Reg, Rmw, Site, TrapKind, Ty};
 use crate::lower::SHARED_ADDRESS;
 

@@ -602,7 +602,7 @@ impl Emitter<'_> {
     fn declarations(&self, text: &mut String) {
         let body = self.body;
         if body.shared_bytes > 0 {
-            let _ = writeln!(text, "\t.shared .align 16 .b8 shared[{}];", body.shared_bytes.max(16));
+            let _ = writeln!(text, "\t.shared .align 16 .b8 shared[{}];", body.shared_bytes.next_multiple_of(16));
         }
         if body.stack_bytes > 0 {
             let _ = writeln!(text, "\t.local .align 16 .b8 stack[{}];", body.stack_bytes);
@@ -664,11 +664,53 @@ impl Emitter<'_> {
         if !body.data.is_empty() {
             put!(self, "mov.u64 %gdata, data;");
         }
+        self.zero();
         for n in 0..self.limits.len() {
             self.set_limit(n);
         }
         if self.look_before < body.ops.len() {
             self.first_poll();
+        }
+    }
+
+    /// Shared memory and the stack hold what an earlier launch left there, anybody's: they begin as zeros.
+    fn zero(&mut self) {
+        let body = self.body;
+        let (at, q) = (self.b64(), self.pred());
+        if body.stack_bytes > 0 {
+            put!(self, "mov.b64 {at}, 0;");
+            let _ = writeln!(self.out, "ZERO_STACK:");
+            let here = self.b64();
+            put!(self, "add.s64 {here}, {at}, %stack;");
+            put!(self, "st.local.u64 [{here}], 0;");
+            put!(self, "add.s64 {at}, {at}, 8;");
+            put!(self, "setp.lt.u64 {q}, {at}, {};", body.stack_bytes);
+            put!(self, "@{q} bra ZERO_STACK;");
+        }
+        if body.shared_bytes > 0 {
+            // The items of a group share the work.
+            let (number, count, part, here, step) = (self.b32(), self.b32(), self.b32(), self.b64(), self.b64());
+            put!(self, "mov.u32 {number}, %tid.z;");
+            put!(self, "mov.u32 {count}, %ntid.z;");
+            for axis in ['y', 'x'] {
+                let size = self.b32();
+                put!(self, "mov.u32 {size}, %ntid.{axis};");
+                put!(self, "mov.u32 {part}, %tid.{axis};");
+                put!(self, "mad.lo.s32 {number}, {number}, {size}, {part};");
+                put!(self, "mul.lo.s32 {count}, {count}, {size};");
+            }
+            put!(self, "mul.wide.u32 {at}, {number}, 8;");
+            put!(self, "mul.wide.u32 {step}, {count}, 8;");
+            put!(self, "setp.lt.u64 {q}, {at}, {};", body.shared_bytes);
+            put!(self, "@!{q} bra ZEROED;");
+            let _ = writeln!(self.out, "ZERO_SHARED:");
+            put!(self, "add.s64 {here}, {at}, %shared;");
+            put!(self, "st.shared.u64 [{here}], 0;");
+            put!(self, "add.s64 {at}, {at}, {step};");
+            put!(self, "setp.lt.u64 {q}, {at}, {};", body.shared_bytes);
+            put!(self, "@{q} bra ZERO_SHARED;");
+            let _ = writeln!(self.out, "ZEROED:");
+            put!(self, "bar.sync 0;");
         }
     }
 
