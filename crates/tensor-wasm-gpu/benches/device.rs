@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use tensor_wasm_gpu::baseline::Baseline;
 use tensor_wasm_gpu::{
-    Device, DeviceChoice, DeviceError, Grid, Kernel, OpenOptions, Param, Params, Placement, SlabPlan, Tenant,
-    TenantLimits,
+    Device, DeviceChoice, DeviceError, Grid, HostKernels, Kernel, OpenOptions, Param, Params, Placement, SlabPlan,
+    Tenant, TenantLimits,
 };
 
 use crate::report::{Goal, Report, median};
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
     if let [_, command, _, fd, _, choice] = args.as_slice()
         && command == "device-worker"
     {
-        return tensor_wasm_gpu::worker_main(fd.parse().unwrap(), choice.parse().unwrap());
+        return tensor_wasm_gpu::worker_main(fd.parse().unwrap(), choice.parse().unwrap(), HostKernels::default());
     }
     // `cargo test --benches` runs this too, to see that it can.
     let is_test = args.iter().any(|arg| arg == "--test");

@@ -18,6 +18,7 @@ use crate::arena::{Arena, Handle, MemoryStats, Origin, Shortage, Span};
 use crate::choice::{DeviceChoice, Unavailable};
 use crate::error::DeviceError;
 use crate::fair::Share;
+use crate::host::HostKernels;
 use crate::info::{DeviceInfo, DeviceKind};
 use crate::job::{Answer, Job};
 use crate::keeper::{self, Keeper, Opened};
@@ -43,6 +44,8 @@ pub struct OpenOptions {
     pub job_max: Duration,
     /// Told when a worker was lost, and when another has taken its place.
     pub events: Events,
+    /// What runs kernels where the device is the CPU. A worker process is given its own.
+    pub host: HostKernels,
 }
 
 /// Something happened to a device.
@@ -89,6 +92,7 @@ impl Default for OpenOptions {
             hang: Duration::from_secs(5),
             job_max: Duration::from_secs(60),
             events: Events::default(),
+            host: HostKernels::default(),
         }
     }
 }

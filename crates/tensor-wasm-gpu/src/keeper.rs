@@ -17,6 +17,7 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaBackend;
 use crate::choice::{DeviceChoice, Unavailable};
 use crate::device::{DeviceEvent, Inner, OpenOptions, Placement};
+use crate::host::HostKernels;
 use crate::link::Link;
 use crate::metrics::Metrics;
 use crate::slab::{Slab, WorkerState};
@@ -94,7 +95,8 @@ fn start(
     let mut body = match &options.placement {
         Placement::Thread => {
             let own = slab.clone();
-            let run = move || serve(&own, choice);
+            let host = options.host.clone();
+            let run = move || serve(&own, choice, host);
             let spawned = std::thread::Builder::new().name("device-worker".to_owned()).spawn(run);
             spawned.map_err(|e| Unavailable::Worker { why: e.to_string() })?;
             Body::Thread
@@ -149,12 +151,9 @@ fn inherit(fd: RawFd) -> std::io::Result<()> {
 }
 
 /// Opens the device and runs jobs; what a worker does, wherever it is.
-fn serve(slab: &Arc<Slab>, choice: DeviceChoice) {
+fn serve(slab: &Arc<Slab>, choice: DeviceChoice, host: HostKernels) {
     let opened: Result<(Box<dyn Backend>, Duration), Unavailable> = match choice {
-        DeviceChoice::Auto | DeviceChoice::Cpu => match CpuBackend::new(slab.clone()) {
-            Ok(backend) => Ok((Box::new(backend), IDLE_SPIN_CPU)),
-            Err(why) => Err(Unavailable::Worker { why }),
-        },
+        DeviceChoice::Auto | DeviceChoice::Cpu => Ok((Box::new(CpuBackend::new(slab.clone(), host)), IDLE_SPIN_CPU)),
         DeviceChoice::Cuda(index) => {
             CudaBackend::open(slab.clone(), index).map(|backend| (Box::new(backend) as _, IDLE_SPIN_CUDA))
         }
@@ -172,8 +171,8 @@ fn serve(slab: &Arc<Slab>, choice: DeviceChoice) {
     }
 }
 
-/// The `main` of a worker process, with the arguments that [`Placement::Process`] appends.
-pub fn worker_main(slab_fd: i32, choice: DeviceChoice) -> ExitCode {
+/// The `main` of a worker process, with the arguments that [`Placement::Process`] appends and what runs kernels on a CPU.
+pub fn worker_main(slab_fd: i32, choice: DeviceChoice, host: HostKernels) -> ExitCode {
     if let Err(error) = renounce() {
         tracing::warn!(%error, "the device worker keeps privileges it does not need");
     }
@@ -189,7 +188,7 @@ pub fn worker_main(slab_fd: i32, choice: DeviceChoice) -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    serve(&slab, choice);
+    serve(&slab, choice, host);
     match slab.state() {
         WorkerState::Ready => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,

@@ -39,6 +39,8 @@ mod job;
 mod link;
 
 #[cfg(not(loom))]
+mod host;
+#[cfg(not(loom))]
 mod info;
 #[cfg(not(loom))]
 mod slab;
@@ -72,6 +74,7 @@ mod exports {
         Buffer, Completion, Device, DeviceEvent, Events, OpenOptions, Placement, Tenant, TenantLimits,
     };
     pub use crate::error::DeviceError;
+    pub use crate::host::{HostCode, HostKernels, HostLaunch, HostMemory, HostModule};
     pub use crate::info::{DeviceInfo, DeviceKind};
     pub use crate::keeper::worker_main;
     pub use crate::launch::{Graph, Grid, Kernel, KernelInfo, Module, Step};

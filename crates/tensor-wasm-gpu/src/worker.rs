@@ -147,7 +147,7 @@ mod tests {
     #[test]
     fn what_is_sent_together_fails_together_with_the_first_error() {
         let slab = Arc::new(Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 0 }).unwrap());
-        let mut backend = CpuBackend::new(slab.clone()).unwrap();
+        let mut backend = CpuBackend::new(slab.clone(), crate::host::HostKernels::default());
         crate::info::put(&slab, &backend.info());
         let own = slab.clone();
         let worker = std::thread::spawn(move || run(&own, &mut backend, Duration::ZERO));

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tensor_wasm_gpu::{
-    Device, DeviceChoice, DeviceError, DeviceEvent, DeviceKind, Events, Grid, Handle, OpenOptions, Param, Params,
-    Pinned, Placement, SlabPlan, Step, Tenant, TenantLimits,
+    Device, DeviceChoice, DeviceError, DeviceEvent, DeviceKind, Events, Grid, Handle, HostKernels, OpenOptions, Param,
+    Params, Pinned, Placement, SlabPlan, Step, Tenant, TenantLimits,
 };
 
 /// Where a case runs.
@@ -65,7 +65,7 @@ fn main() -> ExitCode {
     if let [_, command, _, fd, _, choice] = args.as_slice()
         && command == "device-worker"
     {
-        return tensor_wasm_gpu::worker_main(fd.parse().unwrap(), choice.parse().unwrap());
+        return tensor_wasm_gpu::worker_main(fd.parse().unwrap(), choice.parse().unwrap(), HostKernels::default());
     }
     let filter = args.iter().skip(1).find(|arg| !arg.starts_with('-')).cloned().unwrap_or_default();
     std::panic::set_hook(Box::new(|info| eprintln!("    {info}")));

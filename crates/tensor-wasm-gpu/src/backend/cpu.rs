@@ -1,31 +1,35 @@
 //! The CPU as a device: the same jobs over memory of the worker's process. Short jobs are done by the worker itself;
-//! long ones, and what comes after them on the same stream, by a pool of threads, so that one tenant's large copy does not
-//! hold up another's small one. A stream belongs to one thread of the pool, which keeps its order.
+//! long ones, kernels, and what comes after them on the same stream, by a thread of that stream, so that one tenant's large
+//! copy does not hold up another's small one.
 
-use std::alloc::Layout;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 
+use parking_lot::Mutex;
+
 use super::Backend;
+use super::lane::{Lane, Loader, uploaded};
 use crate::error::DeviceError;
+use crate::host::{HostKernels, HostLaunch, HostMemory, HostModule};
 use crate::info::{DeviceInfo, DeviceKind};
-use crate::job::{Answer, Job, Sent};
+use crate::job::{Answer, Cell, Job, Sent};
 use crate::slab::{PAYLOAD_BYTES_MAX, SEATS, Slab};
 
 /// Copies up to this are done at once: handing one over takes longer.
 const INLINE_BYTES_MAX: u64 = 64 << 10;
 
-/// Threads for long jobs.
-const THREADS_MAX: usize = 4;
-
-const ALIGN: usize = 4096;
+/// What a group may have: as much as on any GPU.
+const GROUP_ITEMS_MAX: u32 = 1024;
+const GROUP_SHARED_BYTES_MAX: u32 = 48 << 10;
 
 pub(crate) struct CpuBackend {
     slab: Arc<Slab>,
-    threads: Vec<Sender<(usize, Task)>>,
+    memory: Arc<HostMemory>,
     streams: Vec<StreamState>,
+    modules: Arc<Modules>,
+    lanes: HashMap<usize, Lane>,
     /// By address: size, and the stream it belongs to.
     reserved: HashMap<u64, (u64, usize)>,
     /// By their numbers, with the streams they belong to.
@@ -38,17 +42,41 @@ struct StreamState {
     is_open: bool,
     memory_bytes_max: u64,
     memory_bytes: u64,
-    /// Tasks handed to the pool and not done.
+    /// The stream's thread, from its first long job on.
+    thread: Option<Sender<Task>>,
+    /// Tasks handed to it and not done.
     handed: Arc<AtomicUsize>,
     recording: Option<Vec<Step>>,
 }
 
 /// A piece of work on memory, with host addresses.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone)]
 enum Step {
-    Copy { from: usize, to: usize, bytes: usize },
-    Fill { to: usize, bytes: usize, value: u8 },
-    Free { address: usize, bytes: usize },
+    Copy {
+        from: usize,
+        to: usize,
+        bytes: usize,
+    },
+    Fill {
+        to: usize,
+        bytes: usize,
+        value: u8,
+    },
+    /// Of the stream that it belonged to.
+    Free {
+        address: u64,
+        owner: usize,
+        kernels: HostKernels,
+    },
+    Launch(Arc<Launch>),
+}
+
+struct Launch {
+    module: Arc<dyn HostModule>,
+    kernel: String,
+    groups: [u32; 3],
+    items: [u32; 3],
+    params: Vec<u8>,
 }
 
 enum Task {
@@ -58,65 +86,165 @@ enum Task {
 }
 
 impl Step {
-    fn bytes(self) -> u64 {
+    /// What decides whether it is done at once. A kernel may take as long as it is allowed to.
+    fn bytes(&self) -> u64 {
         match self {
-            Step::Copy { bytes, .. } | Step::Fill { bytes, .. } => bytes as u64,
+            Step::Copy { bytes, .. } | Step::Fill { bytes, .. } => *bytes as u64,
             Step::Free { .. } => 0,
+            Step::Launch(_) => u64::MAX,
         }
     }
 
-    fn run(self) {
+    fn run(&self, memory: &HostMemory) {
         match self {
             // SAFETY: the server checked both ranges against live buffers or the slab before sending the job, and keeps them
             // until its flag is set; a copy within one buffer may overlap, which `copy` allows.
             Step::Copy { from, to, bytes } => unsafe {
-                std::ptr::copy(from as *const u8, to as *mut u8, bytes);
+                std::ptr::copy(*from as *const u8, *to as *mut u8, *bytes);
             },
             // SAFETY: as above.
-            Step::Fill { to, bytes, value } => unsafe { std::ptr::write_bytes(to as *mut u8, value, bytes) },
-            Step::Free { address, bytes } => {
-                if let Ok(layout) = Layout::from_size_align(bytes, ALIGN) {
-                    // SAFETY: `execute` takes this address and size out of `reserved` exactly once.
-                    unsafe { std::alloc::dealloc(address as *mut u8, layout) }
+            Step::Fill { to, bytes, value } => unsafe { std::ptr::write_bytes(*to as *mut u8, *value, *bytes) },
+            Step::Free { address, owner, kernels } => {
+                memory.release(*address);
+                if let Some(code) = &kernels.0 {
+                    code.forget(*owner);
                 }
+            }
+            Step::Launch(launch) => {
+                let Launch { module, kernel, groups, items, params } = &**launch;
+                module.launch(&HostLaunch { kernel, groups: *groups, items: *items, params, memory });
             }
         }
     }
 }
 
-impl CpuBackend {
-    pub(crate) fn new(slab: Arc<Slab>) -> Result<CpuBackend, String> {
-        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        let streams: Vec<StreamState> = (0..SEATS).map(|_| StreamState::default()).collect();
-        let counts: Vec<Arc<AtomicUsize>> = streams.iter().map(|s| s.handed.clone()).collect();
-        let threads = (0..cores.min(THREADS_MAX)).map(|n| {
-            let (sender, tasks) = channel::<(usize, Task)>();
-            let (slab, counts) = (slab.clone(), counts.clone());
-            let thread = std::thread::Builder::new().name(format!("cpu-device-{n}"));
-            let run = move || {
-                for (stream, task) in tasks {
-                    match task {
-                        Task::Step(step) => step.run(),
-                        Task::Flag(number) => set_flag(&slab, stream, number),
-                        Task::Ring => slab.done_bell().ring(),
-                    }
-                    counts[stream].fetch_sub(1, Ordering::Release);
-                }
-            };
-            thread.spawn(run).map(|_| sender).map_err(|e| format!("no thread can be started: {e}"))
-        });
-        let threads = threads.collect::<Result<_, _>>()?;
-        let mut backend =
-            CpuBackend { slab, threads, streams, reserved: HashMap::new(), graphs: HashMap::new(), next_graph: 0 };
-        backend.streams[crate::link::CONTROL].is_open = true;
-        Ok(backend)
+/// Modules that were loaded, for the worker and for every lane.
+struct Modules {
+    kernels: HostKernels,
+    table: Mutex<Table>,
+}
+
+#[derive(Default)]
+struct Table {
+    /// By their numbers, with the lanes they belong to.
+    modules: HashMap<u32, (usize, Arc<dyn HostModule>)>,
+    /// Kernels that were asked for: their lanes, modules and names.
+    kernels: slab::Slab<(usize, u32, String)>,
+    images: HashMap<u32, (usize, Vec<u8>)>,
+    next_number: u32,
+}
+
+impl Table {
+    fn number(&mut self) -> u32 {
+        self.next_number = self.next_number.wrapping_add(1);
+        self.next_number
     }
 
-    /// Hands a task to the stream's thread.
-    fn hand(&self, stream: usize, task: Task) {
-        self.streams[stream].handed.fetch_add(1, Ordering::Relaxed);
-        // The thread ends only with this backend.
-        let _ = self.threads[stream % self.threads.len()].send((stream, task));
+    fn take_image(&mut self, lane: usize, image: u32) -> Option<Vec<u8>> {
+        self.images.get(&image).filter(|(owner, _)| *owner == lane)?;
+        self.images.remove(&image).map(|(_, bytes)| bytes)
+    }
+
+    fn unload(&mut self, which: impl Fn(u32, usize) -> bool) {
+        self.modules.retain(|number, (owner, _)| !which(*number, *owner));
+        let modules = &self.modules;
+        self.kernels.retain(|_, (_, module, _)| modules.contains_key(module));
+    }
+}
+
+impl Modules {
+    fn find(&self, lane: usize, slab: &Slab, module: u32, name: &[u8], cell: u32) -> Result<Answer, DeviceError> {
+        let name = String::from_utf8_lossy(name).into_owned();
+        let mut table = self.table.lock();
+        let found = table.modules.get(&module).filter(|(owner, _)| *owner == lane).ok_or_else(unknown)?;
+        let Some(params) = found.1.params(&name) else { return Err(DeviceError::NoSuchKernel { name }) };
+        let layout: Vec<u8> =
+            params.iter().flat_map(|(offset, size)| [*offset, *size]).flat_map(u32::to_le_bytes).collect();
+        if layout.len() >= PAYLOAD_BYTES_MAX {
+            return Err(DeviceError::Unsupported { what: "a kernel with that many parameters".to_owned() });
+        }
+        Cell(slab.cell(cell)).put_payload(&layout);
+        let number = table.kernels.insert((lane, module, name)) as u64;
+        Ok(Answer { values: [number, params.len() as u64, u64::from(GROUP_ITEMS_MAX), 0, 0, 1] })
+    }
+
+    fn kernel(&self, lane: usize, number: u32) -> Option<(Arc<dyn HostModule>, String)> {
+        let table = self.table.lock();
+        let (_, module, name) = table.kernels.get(number as usize).filter(|(owner, ..)| *owner == lane)?;
+        table.modules.get(module).map(|(_, module)| (module.clone(), name.clone()))
+    }
+}
+
+impl Loader for Modules {
+    fn enter(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn execute(&self, lane: usize, slab: &Slab, job: Job, payload: &[u8], cell: u32) -> Result<Answer, DeviceError> {
+        match job {
+            Job::Load { image } => {
+                let image = self.table.lock().take_image(lane, image).ok_or_else(unknown)?;
+                let code = self.kernels.0.as_ref().ok_or_else(no_kernels)?;
+                let module = code.load(lane - SEATS, &image).map_err(|why| DeviceError::BadModule { why })?;
+                let mut table = self.table.lock();
+                let number = table.number();
+                table.modules.insert(number, (lane, module));
+                Ok(Answer { values: [u64::from(number), 0, 0, 0, 0, 0] })
+            }
+            Job::ForgetImage { image } => {
+                self.table.lock().take_image(lane, image).map(|_| Answer::default()).ok_or_else(unknown)
+            }
+            Job::Kernel { module } => self.find(lane, slab, module, payload, cell),
+            Job::Unload { module } => {
+                self.table.lock().unload(|number, owner| number == module && owner == lane);
+                Ok(Answer::default())
+            }
+            Job::Clear => {
+                let mut table = self.table.lock();
+                table.images.retain(|_, (owner, _)| *owner != lane);
+                table.unload(|_, owner| owner == lane);
+                Ok(Answer::default())
+            }
+            _ => Err(unknown()),
+        }
+    }
+}
+
+impl CpuBackend {
+    pub(crate) fn new(slab: Arc<Slab>, kernels: HostKernels) -> CpuBackend {
+        let streams: Vec<StreamState> = (0..SEATS).map(|_| StreamState::default()).collect();
+        let memory = Arc::new(HostMemory::new(slab.clone()));
+        let modules = Arc::new(Modules { kernels, table: Mutex::default() });
+        let (lanes, reserved, graphs) = (HashMap::new(), HashMap::new(), HashMap::new());
+        let mut backend = CpuBackend { slab, memory, streams, modules, lanes, reserved, graphs, next_graph: 0 };
+        backend.streams[crate::link::CONTROL].is_open = true;
+        backend
+    }
+
+    /// Hands a task to the stream's thread. Where none can be started, the worker does it.
+    fn hand(&mut self, stream: usize, task: Task) {
+        let (slab, memory) = (&self.slab, &self.memory);
+        let own = &mut self.streams[stream];
+        if own.thread.is_none() {
+            let (sender, tasks) = channel::<Task>();
+            let (slab, memory, handed) = (slab.clone(), memory.clone(), own.handed.clone());
+            let run = move || {
+                for task in tasks {
+                    task.run(&slab, &memory, stream);
+                    handed.fetch_sub(1, Ordering::Release);
+                }
+            };
+            let spawned = std::thread::Builder::new().name(format!("cpu-stream-{stream}")).spawn(run);
+            own.thread = spawned.is_ok().then_some(sender);
+        }
+        match &own.thread {
+            Some(thread) => {
+                own.handed.fetch_add(1, Ordering::Relaxed);
+                // It ends only when this sender does.
+                let _ = thread.send(task);
+            }
+            None => task.run(slab, memory, stream),
+        }
     }
 
     fn is_quiet(&self, stream: usize) -> bool {
@@ -129,7 +257,7 @@ impl CpuBackend {
             return Ok(Answer::default());
         }
         match step.bytes() <= INLINE_BYTES_MAX && self.is_quiet(stream) {
-            true => step.run(),
+            true => step.run(&self.memory),
             false => self.hand(stream, Task::Step(step)),
         }
         Ok(Answer::default())
@@ -144,22 +272,30 @@ impl CpuBackend {
     }
 
     fn reserve(&mut self, stream: u32, bytes: u64) -> Result<Answer, DeviceError> {
-        let out_of_memory = DeviceError::OutOfMemory { asked_bytes: bytes };
+        let out_of_memory = || DeviceError::OutOfMemory { asked_bytes: bytes };
         let own = self.streams.get_mut(stream as usize).ok_or_else(unknown)?;
         let after = own.memory_bytes.checked_add(bytes).filter(|after| *after <= own.memory_bytes_max);
-        let (Some(after), Ok(len)) = (after, usize::try_from(bytes)) else { return Err(out_of_memory) };
-        let layout = Layout::from_size_align(len, ALIGN).map_err(|_| out_of_memory.clone())?;
-        if len == 0 {
-            return Err(out_of_memory);
-        }
-        // SAFETY: the layout's size is not zero.
-        let address = unsafe { std::alloc::alloc(layout) } as u64;
-        if address == 0 {
-            return Err(out_of_memory);
-        }
+        let after = after.ok_or_else(out_of_memory)?;
+        let address = self.memory.reserve(bytes).ok_or_else(out_of_memory)?;
         own.memory_bytes = after;
         self.reserved.insert(address, (bytes, stream as usize));
         Ok(Answer { values: [address, 0, 0, 0, 0, 0] })
+    }
+
+    /// Gives memory back once everything before on the stream is done.
+    fn free(&mut self, stream: usize, owner: usize, address: u64) -> Result<Answer, DeviceError> {
+        let kernels = self.modules.kernels.clone();
+        self.step(stream, Step::Free { address, owner, kernels })
+    }
+}
+
+impl Task {
+    fn run(&self, slab: &Slab, memory: &HostMemory, stream: usize) {
+        match self {
+            Task::Step(step) => step.run(memory),
+            Task::Flag(number) => set_flag(slab, stream, *number),
+            Task::Ring => slab.done_bell().ring(),
+        }
     }
 }
 
@@ -185,6 +321,8 @@ impl Backend for CpuBackend {
             multiprocessors: std::thread::available_parallelism().map_or(1, |n| n.get() as u32),
             memory_total_bytes: total,
             memory_free_bytes: free,
+            threads_per_block_max: GROUP_ITEMS_MAX,
+            shared_bytes_per_block_max: GROUP_SHARED_BYTES_MAX,
             slab_address: self.slab.address(0) as u64,
             ..DeviceInfo::default()
         }
@@ -206,15 +344,17 @@ impl Backend for CpuBackend {
                 let own = self.streams.get_mut(stream as usize).ok_or_else(unknown)?;
                 own.is_open = false;
                 own.recording = None;
+                own.thread = None;
+                self.lanes.remove(&(SEATS + stream as usize));
                 Ok(Answer::default())
             }
             Job::Clear => {
                 let own = self.reserved.extract_if(|_, (_, owner)| *owner == stream);
-                let own: Vec<(u64, u64)> = own.map(|(address, (bytes, _))| (address, bytes)).collect();
+                let own: Vec<u64> = own.map(|(address, _)| address).collect();
                 self.streams[stream].memory_bytes = 0;
                 self.graphs.retain(|_, (owner, _)| *owner != stream);
-                for (address, bytes) in own {
-                    self.step(stream, Step::Free { address: address as usize, bytes: len(bytes)? })?;
+                for address in own {
+                    self.free(stream, stream, address)?;
                 }
                 Ok(Answer::default())
             }
@@ -226,7 +366,7 @@ impl Backend for CpuBackend {
                 if let Some(own) = self.streams.get_mut(owner as usize) {
                     own.memory_bytes -= bytes;
                 }
-                self.step(stream, Step::Free { address: address as usize, bytes: len(bytes)? })
+                self.free(stream, owner as usize, address)
             }
             Job::Fill { address, bytes, value } => {
                 self.step(stream, Step::Fill { to: address as usize, bytes: len(bytes)?, value })
@@ -273,21 +413,26 @@ impl Backend for CpuBackend {
                 Ok(Answer::default())
             }
             Job::ForgetGraph { graph } => self.graphs.remove(&graph).map(|_| Answer::default()).ok_or_else(unknown),
-            Job::Upload { .. }
-            | Job::Load { .. }
-            | Job::ForgetImage { .. }
-            | Job::Unload { .. }
-            | Job::Kernel { .. }
-            | Job::Launch { .. } => Err(no_kernels()),
+            Job::Upload { lane, offset, bytes } => {
+                let image = uploaded(&self.slab, offset, bytes, 0).ok_or_else(unknown)?;
+                let mut table = self.modules.table.lock();
+                let number = table.number();
+                table.images.insert(number, (lane as usize, image));
+                Ok(Answer { values: [u64::from(number), 0, 0, 0, 0, 0] })
+            }
+            Job::Launch { kernel, grid, block, .. } => {
+                let (module, kernel) = self.modules.kernel(SEATS + stream, kernel).ok_or_else(unknown)?;
+                let launch = Launch { module, kernel, groups: grid, items: block, params: payload.to_vec() };
+                self.step(stream, Step::Launch(Arc::new(launch)))
+            }
+            Job::Load { .. } | Job::ForgetImage { .. } | Job::Unload { .. } | Job::Kernel { .. } => Err(unknown()),
         }
     }
 
-    fn in_lane(&mut self, sent: Sent, _payload: &[u8], cell: u32) {
-        let answer = match sent.job {
-            Job::Clear => Ok(Answer::default()),
-            _ => Err(no_kernels()),
-        };
-        super::finish(&self.slab, &sent, cell, &answer);
+    fn in_lane(&mut self, sent: Sent, payload: &[u8], cell: u32) {
+        let start = || Lane::start(sent.stream, self.modules.clone(), self.slab.clone());
+        let lane = self.lanes.entry(sent.stream).or_insert_with(start);
+        lane.hand(sent, payload, cell);
     }
 
     fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError> {
@@ -299,12 +444,12 @@ impl Backend for CpuBackend {
     }
 
     fn prioritize(&mut self, _stream: usize, _low: bool) -> Result<(), DeviceError> {
-        // The kernel shares out the CPU among the pool's threads.
+        // The operating system shares out the CPU among the streams' threads.
         Ok(())
     }
 
     fn notify(&mut self, stream: usize) -> Result<(), DeviceError> {
-        // A lane has nothing under way: its jobs are done as they come.
+        // A lane rings the bell itself.
         match stream >= SEATS || self.is_quiet(stream) {
             true => self.slab.done_bell().ring(),
             false => self.hand(stream, Task::Ring),
@@ -315,12 +460,9 @@ impl Backend for CpuBackend {
 
 impl Drop for CpuBackend {
     fn drop(&mut self) {
-        // What the pool still works on must be done before its memory goes.
+        // What streams still work on must be done before their memory goes.
         while (0..SEATS).any(|stream| !self.is_quiet(stream)) {
             std::thread::yield_now();
-        }
-        for (address, (bytes, _)) in self.reserved.drain() {
-            Step::Free { address: address as usize, bytes: bytes as usize }.run();
         }
     }
 }

@@ -16,7 +16,8 @@ use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUresult;
 
 use super::Backend;
-use super::modules::{Lane, Modules};
+use super::lane::Lane;
+use super::modules::Modules;
 use crate::choice::Unavailable;
 use crate::error::DeviceError;
 use crate::info::{DeviceInfo, DeviceKind};

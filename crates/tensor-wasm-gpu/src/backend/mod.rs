@@ -2,6 +2,7 @@
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+mod lane;
 mod modules;
 
 use std::sync::atomic::Ordering;

@@ -1,20 +1,18 @@
-//! Kernel modules of a CUDA device. Compiling one may take seconds, so that each tenant has a thread for it, its lane: nobody
-//! else's launches, and nobody else's modules, wait for it.
+//! Kernel modules of a CUDA device.
 
 use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::mpsc::{Sender, channel};
 
 use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUresult;
 use parking_lot::Mutex;
 
 use super::cuda::{Context, check, unknown};
-use super::finish;
+use super::lane::{Loader, uploaded};
 use crate::error::DeviceError;
-use crate::job::{Answer, Cell, Job, Sent};
+use crate::job::{Answer, Cell, Job};
 use crate::slab::{PAYLOAD_BYTES_MAX, Slab};
 
 /// Room for the complaints of the driver's PTX compiler.
@@ -65,47 +63,25 @@ unsafe impl Send for Library {}
 // SAFETY: as above.
 unsafe impl Send for Entry {}
 
-/// A thread that loads the modules of one tenant. It ends when this is dropped and what it was handed is done.
-pub(super) struct Lane {
-    number: usize,
-    slab: Arc<Slab>,
-    jobs: Option<Sender<Handed>>,
-}
-
-struct Handed {
-    sent: Sent,
-    payload: Vec<u8>,
-    cell: u32,
-}
-
-impl Lane {
-    pub(super) fn start(number: usize, modules: Arc<Modules>, slab: Arc<Slab>) -> Lane {
-        let (sender, jobs) = channel::<Handed>();
-        let own = slab.clone();
-        let run = move || {
-            let current = modules.context.enter();
-            for Handed { sent, payload, cell } in jobs {
-                let answer = current.clone().and_then(|()| modules.execute(number, &own, sent.job, &payload, cell));
-                if let Err(error @ DeviceError::DeviceLost { .. }) = &answer {
-                    return crate::worker::lost(&own, error);
-                }
-                finish(&own, &sent, cell, &answer);
-            }
-        };
-        let spawned = std::thread::Builder::new().name(format!("lane-{number}")).spawn(run);
-        Lane { number, slab, jobs: spawned.is_ok().then_some(sender) }
+impl Loader for Modules {
+    fn enter(&self) -> Result<(), DeviceError> {
+        self.context.enter()
     }
 
-    pub(super) fn hand(&self, sent: Sent, payload: &[u8], cell: u32) {
-        let number = self.number;
-        let handed = Handed { sent, payload: payload.to_vec(), cell };
-        let refused = match &self.jobs {
-            Some(jobs) => jobs.send(handed).err().map(|refused| refused.0),
-            None => Some(handed),
-        };
-        if let Some(Handed { sent, cell, .. }) = refused {
-            let why = format!("no thread can be started for lane {number}");
-            finish(&self.slab, &sent, cell, &Err(DeviceError::Refused { why }));
+    fn execute(&self, lane: usize, slab: &Slab, job: Job, payload: &[u8], cell: u32) -> Result<Answer, DeviceError> {
+        match job {
+            Job::Load { image } => self.load(lane, self.take_image(lane, image).ok_or_else(unknown)?),
+            Job::ForgetImage { image } => self.take_image(lane, image).map(|_| Answer::default()).ok_or_else(unknown),
+            Job::Kernel { module } => self.find(lane, slab, module, payload, cell),
+            Job::Unload { module } => match self.unload(|number, owner| number == module && owner == lane)? {
+                0 => Err(unknown()),
+                _ => Ok(Answer::default()),
+            },
+            Job::Clear => {
+                self.table.lock().images.retain(|_, (owner, _)| *owner != lane);
+                self.unload(|_, owner| owner == lane).map(|_| Answer::default())
+            }
+            _ => Err(unknown()),
         }
     }
 }
@@ -124,9 +100,7 @@ impl Modules {
 
     /// Takes a copy of an image, with the NUL that ends PTX: what the driver parses must not change under it.
     pub(super) fn upload(&self, lane: usize, slab: &Slab, offset: u64, bytes: u64) -> Result<Answer, DeviceError> {
-        let end = offset.checked_add(bytes).filter(|end| *end < slab.len() as u64).ok_or_else(unknown)?;
-        let mut image = vec![0; (end - offset) as usize + 1];
-        slab.copy_out(offset, &mut image[..(end - offset) as usize]);
+        let image = uploaded(slab, offset, bytes, 1).ok_or_else(unknown)?;
         let mut table = self.table.lock();
         let number = table.number();
         table.images.insert(number, (lane, image));
@@ -137,23 +111,6 @@ impl Modules {
         let images = &mut self.table.lock().images;
         images.get(&image).filter(|(owner, _)| *owner == lane)?;
         images.remove(&image).map(|(_, bytes)| bytes)
-    }
-
-    fn execute(&self, lane: usize, slab: &Slab, job: Job, payload: &[u8], cell: u32) -> Result<Answer, DeviceError> {
-        match job {
-            Job::Load { image } => self.load(lane, self.take_image(lane, image).ok_or_else(unknown)?),
-            Job::ForgetImage { image } => self.take_image(lane, image).map(|_| Answer::default()).ok_or_else(unknown),
-            Job::Kernel { module } => self.find(lane, slab, module, payload, cell),
-            Job::Unload { module } => match self.unload(|number, owner| number == module && owner == lane)? {
-                0 => Err(unknown()),
-                _ => Ok(Answer::default()),
-            },
-            Job::Clear => {
-                self.table.lock().images.retain(|_, (owner, _)| *owner != lane);
-                self.unload(|_, owner| owner == lane).map(|_| Answer::default())
-            }
-            _ => Err(unknown()),
-        }
     }
 
     /// Unloads some modules; the server sees to it that nothing on the device uses them. Returns how many.
