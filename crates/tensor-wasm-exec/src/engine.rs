@@ -154,7 +154,7 @@ pub(crate) struct Clock {
 pub(crate) struct Ticking<'a>(&'a Clock);
 
 impl Clock {
-    fn start(engines: Vec<wasmtime::Engine>) -> wasmtime::Result<Arc<Clock>> {
+    pub(crate) fn start(engines: Vec<wasmtime::Engine>) -> wasmtime::Result<Arc<Clock>> {
         let clock = Arc::new(Clock {
             running: AtomicUsize::new(0),
             resting: AtomicBool::new(false),
@@ -203,6 +203,13 @@ impl Clock {
         }
     }
 
+    pub(crate) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
     pub(crate) fn ticking(&self) -> Ticking<'_> {
         self.running.fetch_add(1, Ordering::SeqCst);
         if self.resting.load(Ordering::SeqCst)
@@ -222,9 +229,6 @@ impl Drop for Ticking<'_> {
 
 impl Drop for Engines {
     fn drop(&mut self) {
-        self.clock.stopped.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.clock.thread.get() {
-            thread.unpark();
-        }
+        self.clock.stop();
     }
 }

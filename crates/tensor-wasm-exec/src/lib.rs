@@ -18,6 +18,7 @@ pub mod catalog;
 pub mod compile;
 pub mod engine;
 pub mod guest;
+pub mod kernels;
 pub mod pool;
 
 pub mod jobs;

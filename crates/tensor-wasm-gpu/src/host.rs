@@ -34,7 +34,7 @@ pub struct HostLaunch<'l> {
     pub groups: [u32; 3],
     pub items: [u32; 3],
     pub params: &'l [u8],
-    pub memory: &'l HostMemory,
+    pub memory: &'l Arc<HostMemory>,
 }
 
 /// Who runs kernels, if anybody does.

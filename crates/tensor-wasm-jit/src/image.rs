@@ -14,6 +14,8 @@ pub struct KernelImage {
     pub params: Vec<Param>,
     /// What the window of each parameter must have at least. For a smaller one the kernel is compiled for small windows.
     pub window_bytes_min: Vec<u32>,
+    /// Windows lie from here on, in the kernel's addresses: below are its own stack and data, and what wraps around.
+    pub windows_from: u32,
     /// Memory that a group shares; part of the PTX.
     pub shared_bytes: u32,
     /// Places that a trap record's number stands for.

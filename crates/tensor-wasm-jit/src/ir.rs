@@ -591,7 +591,16 @@ impl Op {
     }
 }
 
+/// No window begins below this: an offset that wraps around does not reach one.
+const WINDOWS_FROM: u32 = 1 << 16;
+
 impl Body {
+    /// Where windows may begin: beyond everything of its own.
+    pub(crate) fn windows_from(&self) -> u32 {
+        let own_end = u64::from(self.stack_top).max(u64::from(self.data_address) + self.data.len() as u64);
+        u32::try_from(own_end.next_multiple_of(16)).unwrap_or(u32::MAX).max(WINDOWS_FROM)
+    }
+
     pub(crate) fn ty(&self, reg: Reg) -> Ty {
         self.types[reg.0 as usize]
     }

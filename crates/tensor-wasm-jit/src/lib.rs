@@ -29,6 +29,9 @@ pub use crate::lower::{OPS_MAX, SHARED_ADDRESS, SHARED_BYTES_MAX};
 pub use crate::profile::{MODULE_BYTES_MAX, Program};
 pub use crate::refusal::{Place, Refusal};
 
+/// Changes with the compiler: what it made of a kernel may be kept under it.
+pub const VERSION: &str = env!("COMPILER_VERSION");
+
 impl Program<'_> {
     /// Compiles a kernel. `windows` says which parameters are given buffers; those must be i32.
     pub fn compile(&self, kernel: &str, windows: &[bool]) -> Result<KernelImage, Refusal> {

@@ -95,7 +95,7 @@ impl Step {
         }
     }
 
-    fn run(&self, memory: &HostMemory) {
+    fn run(&self, memory: &Arc<HostMemory>) {
         match self {
             // SAFETY: the server checked both ranges against live buffers or the slab before sending the job, and keeps them
             // until its flag is set; a copy within one buffer may overlap, which `copy` allows.
@@ -290,7 +290,7 @@ impl CpuBackend {
 }
 
 impl Task {
-    fn run(&self, slab: &Slab, memory: &HostMemory, stream: usize) {
+    fn run(&self, slab: &Slab, memory: &Arc<HostMemory>, stream: usize) {
         match self {
             Task::Step(step) => step.run(memory),
             Task::Flag(number) => set_flag(slab, stream, *number),

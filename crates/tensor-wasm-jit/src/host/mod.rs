@@ -60,9 +60,6 @@ pub const CALL: CallLayout = CallLayout {
 /// The name of the section in which an image says how it wants to be run.
 const SECTION: &str = "tensor-wasm-host";
 
-/// No window begins below this: far offsets would reach it by wrapping around.
-const WINDOWS_FROM: u32 = 1 << 16;
-
 /// How a kernel for the CPU is to be run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostLayout {
@@ -175,7 +172,6 @@ pub(crate) fn emit(body: &Body, windows: &[bool]) -> Result<HostImage, Refusal> 
         let place = Place { function: body.name.clone(), offset: 0 };
         return Err(Refusal::TooLong { ops_max: crate::lower::OPS_MAX, place });
     }
-    let own_end = u64::from(body.stack_top).max(u64::from(body.data_address) + body.data.len() as u64);
     let param = |(reg, is_window): (&crate::ir::Reg, &bool)| match is_window {
         true => Param::Window,
         false => Param::Scalar(body.ty(*reg)),
@@ -187,7 +183,7 @@ pub(crate) fn emit(body: &Body, windows: &[bool]) -> Result<HostImage, Refusal> 
         context_bytes,
         has_barriers: body.ops.iter().any(|op| matches!(op, Op::Barrier { .. })),
         shared_bytes: body.shared_bytes,
-        windows_from: u32::try_from(own_end).unwrap_or(SHARED_ADDRESS).clamp(WINDOWS_FROM, SHARED_ADDRESS),
+        windows_from: body.windows_from(),
         windows_to: SHARED_ADDRESS,
     };
     let wasm = assemble(body, &plan, &layout, run, &memory::find(body, windows, &plan));

@@ -179,6 +179,7 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<Kern
         ptx: text,
         params: params.map(param).collect(),
         window_bytes_min,
+        windows_from: body.windows_from(),
         shared_bytes: body.shared_bytes,
         sites: body.sites.clone(),
     })

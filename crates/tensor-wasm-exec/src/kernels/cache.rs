@@ -1,0 +1,321 @@
+//! Compiled kernels, kept in memory and on disk under what they were made from: the module, what was asked of it, and the
+//! compiler. A file that is not what was written is thrown away and made again.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use tensor_wasm_gpu::DeviceKind;
+use tensor_wasm_jit::{HostImage, KernelImage, Place, Program, Refusal};
+
+use crate::HashMap;
+
+/// Images in memory; beyond this, those that were not asked for the longest go.
+const MEMORY_BYTES_MAX: usize = 64 << 20;
+
+/// What a file begins with.
+const MAGIC: &[u8; 8] = b"TWKERN1\n";
+
+/// What makes an image what it is, besides its module.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Options {
+    pub kind: DeviceKind,
+    pub kernel: Arc<str>,
+    /// Which parameters are given buffers, and whether those may be smaller than an access.
+    pub windows: Vec<bool>,
+    pub is_small: bool,
+}
+
+/// A kernel for one kind of device, ready to be loaded.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Image {
+    /// PTX, or Wasm for a CPU. Kept beside the rest in a file.
+    #[serde(skip)]
+    pub code: Vec<u8>,
+    pub entry: String,
+    pub window_bytes_min: Vec<u32>,
+    pub windows_from: u32,
+    sites: Vec<(String, usize)>,
+}
+
+impl Image {
+    pub(crate) fn compile(wasm: &[u8], options: &Options) -> Result<Image, Refusal> {
+        let program = Program::read(wasm)?;
+        let Options { kind, kernel, windows, is_small } = options;
+        Ok(match (kind, is_small) {
+            (DeviceKind::Cuda, false) => Image::from(program.compile(kernel, windows)?),
+            (DeviceKind::Cuda, true) => Image::from(program.compile_small(kernel, windows)?),
+            (DeviceKind::Cpu, _) => Image::from(program.compile_host(kernel, windows)?),
+        })
+    }
+
+    pub(crate) fn sites(&self) -> Vec<Place> {
+        self.sites.iter().map(|(function, offset)| Place { function: function.clone(), offset: *offset }).collect()
+    }
+
+    fn bytes(&self) -> usize {
+        self.code.len() + self.sites.len() * 64 + 256
+    }
+}
+
+impl From<KernelImage> for Image {
+    fn from(image: KernelImage) -> Image {
+        Image {
+            code: image.ptx.into_bytes(),
+            entry: image.entry,
+            window_bytes_min: image.window_bytes_min,
+            windows_from: image.windows_from,
+            sites: image.sites.into_iter().map(|place| (place.function, place.offset)).collect(),
+        }
+    }
+}
+
+impl From<HostImage> for Image {
+    fn from(image: HostImage) -> Image {
+        Image {
+            code: image.wasm,
+            entry: image.name,
+            window_bytes_min: Vec::new(),
+            windows_from: image.layout.windows_from,
+            sites: image.sites.into_iter().map(|place| (place.function, place.offset)).collect(),
+        }
+    }
+}
+
+/// The cache. Looking something up in memory takes well under a microsecond (`jit_compile/cache/warm_hit`).
+pub(crate) struct Images {
+    folder: Option<PathBuf>,
+    memory: Mutex<Memory>,
+    pub compiled: AtomicU64,
+    pub from_disk: AtomicU64,
+}
+
+#[derive(Default)]
+struct Memory {
+    images: HashMap<(blake3::Hash, Options), Kept>,
+    bytes: usize,
+    uses: u64,
+}
+
+struct Kept {
+    image: Arc<Image>,
+    last_use: u64,
+}
+
+impl Images {
+    /// `folder` is where images are kept between two runs; without one they are kept in memory only.
+    pub(crate) fn new(folder: Option<PathBuf>) -> Images {
+        if let Some(folder) = &folder
+            && let Err(error) = std::fs::create_dir_all(folder)
+        {
+            tracing::warn!(folder = %folder.display(), %error, "compiled kernels cannot be kept");
+        }
+        Images { folder, memory: Mutex::default(), compiled: AtomicU64::new(0), from_disk: AtomicU64::new(0) }
+    }
+
+    /// An image that is in memory.
+    pub(crate) fn get(&self, module: blake3::Hash, options: &Options) -> Option<Arc<Image>> {
+        let mut memory = self.memory.lock();
+        memory.uses += 1;
+        let now = memory.uses;
+        // The key is borrowed: nothing is copied for a hit.
+        let kept = memory.images.get_mut(&(module, options) as &dyn Key)?;
+        kept.last_use = now;
+        Some(kept.image.clone())
+    }
+
+    /// Reads an image from disk, or makes it. Takes milliseconds.
+    pub(crate) fn make(&self, module: blake3::Hash, wasm: &[u8], options: &Options) -> Result<Arc<Image>, Refusal> {
+        let path = self.folder.as_ref().map(|folder| folder.join(name(module, options)));
+        let found = path.as_deref().and_then(read);
+        let image = match found {
+            Some(image) => {
+                self.from_disk.fetch_add(1, Ordering::Relaxed);
+                Arc::new(image)
+            }
+            None => {
+                let image = Arc::new(Image::compile(wasm, options)?);
+                self.compiled.fetch_add(1, Ordering::Relaxed);
+                if let Some(path) = &path
+                    && let Err(error) = write(path, &image)
+                {
+                    tracing::warn!(file = %path.display(), %error, "a compiled kernel was not kept");
+                }
+                image
+            }
+        };
+        self.keep(module, options.clone(), image.clone());
+        Ok(image)
+    }
+
+    fn keep(&self, module: blake3::Hash, options: Options, image: Arc<Image>) {
+        let mut memory = self.memory.lock();
+        memory.uses += 1;
+        let last_use = memory.uses;
+        memory.bytes += image.bytes();
+        if let Some(before) = memory.images.insert((module, options), Kept { image, last_use }) {
+            memory.bytes -= before.image.bytes();
+        }
+        while memory.bytes > MEMORY_BYTES_MAX && memory.images.len() > 1 {
+            let oldest = memory.images.iter().min_by_key(|(_, kept)| kept.last_use).map(|(key, _)| key.clone());
+            let Some(kept) = oldest.and_then(|key| memory.images.remove(&key)) else { break };
+            memory.bytes -= kept.image.bytes();
+        }
+    }
+}
+
+/// A key that may be borrowed from its parts.
+trait Key {
+    fn parts(&self) -> (&blake3::Hash, &Options);
+}
+
+impl Key for (blake3::Hash, Options) {
+    fn parts(&self) -> (&blake3::Hash, &Options) {
+        (&self.0, &self.1)
+    }
+}
+
+impl Key for (blake3::Hash, &Options) {
+    fn parts(&self) -> (&blake3::Hash, &Options) {
+        (&self.0, self.1)
+    }
+}
+
+impl<'a> std::borrow::Borrow<dyn Key + 'a> for (blake3::Hash, Options) {
+    fn borrow(&self) -> &(dyn Key + 'a) {
+        self
+    }
+}
+
+impl std::hash::Hash for dyn Key + '_ {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        self.parts().hash(state);
+    }
+}
+
+impl PartialEq for dyn Key + '_ {
+    fn eq(&self, other: &Self) -> bool {
+        self.parts() == other.parts()
+    }
+}
+
+impl Eq for dyn Key + '_ {}
+
+/// The name of an image's file.
+fn name(module: blake3::Hash, options: &Options) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let Options { kind, kernel, windows, is_small } = options;
+    for part in [tensor_wasm_jit::VERSION.as_bytes(), module.as_bytes(), kind.as_str().as_bytes(), kernel.as_bytes()] {
+        hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+    }
+    windows.iter().chain([is_small]).for_each(|bit| drop(hasher.update(&[u8::from(*bit)])));
+    hasher.finalize().to_hex().to_string()
+}
+
+/// A file is what it begins with, the hash of the rest, the length of the description, the description, and the code.
+fn write(path: &Path, image: &Image) -> std::io::Result<()> {
+    let description = serde_json::to_vec(image)?;
+    let mut rest = (description.len() as u64).to_le_bytes().to_vec();
+    rest.extend_from_slice(&description);
+    rest.extend_from_slice(&image.code);
+    // Whole or not at all, whoever else writes the same.
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let name = format!("{}-{}", path.file_name().unwrap_or_default().to_string_lossy(), uuid::Uuid::now_v7());
+    let temporary = folder.join(format!(".{name}"));
+    let result = std::fs::File::create(&temporary).and_then(|mut file| {
+        file.write_all(MAGIC)?;
+        file.write_all(blake3::hash(&rest).as_bytes())?;
+        file.write_all(&rest)?;
+        std::fs::rename(&temporary, path)
+    });
+    if result.is_err() {
+        let _ = std::fs::remove_file(&temporary);
+    }
+    result
+}
+
+/// Reads a file; none if it is not there or not what was written.
+fn read(path: &Path) -> Option<Image> {
+    let bytes = std::fs::read(path).ok()?;
+    let image = whole(&bytes);
+    if image.is_none() {
+        tracing::warn!(file = %path.display(), "a kept kernel is damaged; compiling it again");
+        let _ = std::fs::remove_file(path);
+    }
+    image
+}
+
+fn whole(bytes: &[u8]) -> Option<Image> {
+    let (digest, rest) = bytes.strip_prefix(MAGIC)?.split_at_checked(blake3::OUT_LEN)?;
+    if blake3::hash(rest).as_bytes() != digest {
+        return None;
+    }
+    let (len, rest) = rest.split_at_checked(8)?;
+    let len = usize::try_from(u64::from_le_bytes(len.try_into().ok()?)).ok()?;
+    let (description, code) = rest.split_at_checked(len)?;
+    let image: Image = serde_json::from_slice(description).ok()?;
+    Some(Image { code: code.to_vec(), ..image })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options() -> Options {
+        Options { kind: DeviceKind::Cuda, kernel: "k".into(), windows: vec![true], is_small: false }
+    }
+
+    fn module() -> Vec<u8> {
+        wat::parse_str(r#"(module (memory 1) (func (export "k") (param i32) (i32.store (local.get 0) (i32.const 7))))"#)
+            .unwrap()
+    }
+
+    #[test]
+    fn images_are_kept_in_memory_and_on_disk_and_damage_is_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let (wasm, options) = (module(), options());
+        let hash = blake3::hash(&wasm);
+        let images = Images::new(Some(folder.path().to_owned()));
+        assert!(images.get(hash, &options).is_none());
+        let made = images.make(hash, &wasm, &options).unwrap();
+        assert!(Arc::ptr_eq(&made, &images.get(hash, &options).unwrap()));
+        let counts = |images: &Images| (images.compiled.load(Ordering::Relaxed), images.from_disk.load(Ordering::Relaxed));
+        assert_eq!(counts(&images), (1, 0));
+        // Another run finds it on disk.
+        let again = Images::new(Some(folder.path().to_owned()));
+        assert_eq!(again.make(hash, &wasm, &options).unwrap(), made);
+        assert_eq!(counts(&again), (0, 1));
+        // Every byte counts.
+        let file = folder.path().join(name(hash, &options));
+        let good = std::fs::read(&file).unwrap();
+        for at in [0, 9, 40, 50, good.len() - 1] {
+            let mut bad = good.clone();
+            bad[at] ^= 1;
+            std::fs::write(&file, &bad).unwrap();
+            let third = Images::new(Some(folder.path().to_owned()));
+            assert_eq!(third.make(hash, &wasm, &options).unwrap(), made, "byte {at}");
+            assert_eq!(counts(&third), (1, 0), "byte {at}");
+            assert_eq!(std::fs::read(&file).unwrap(), good, "it was written again");
+        }
+        for cut in [0, 7, 20, good.len() - 1] {
+            std::fs::write(&file, &good[..cut]).unwrap();
+            let third = Images::new(Some(folder.path().to_owned()));
+            assert_eq!(third.make(hash, &wasm, &options).unwrap(), made, "cut to {cut}");
+        }
+        // Other options are another image.
+        let small = Options { is_small: true, ..options.clone() };
+        assert!(images.get(hash, &small).is_none());
+        assert_ne!(images.make(hash, &wasm, &small).unwrap(), made);
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_written_costs_nothing_but_time() {
+        let images = Images::new(Some("/proc/nowhere".into()));
+        let wasm = module();
+        images.make(blake3::hash(&wasm), &wasm, &options()).unwrap();
+        assert!(images.get(blake3::hash(&wasm), &options()).is_some());
+    }
+}
