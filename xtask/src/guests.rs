@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use crate::root;
 
 /// What is built for which target, and the name it gets under target/guests.
-const BUILT: [(&str, &str, &str); 10] = [
+const BUILT: [(&str, &str, &str); 12] = [
     ("wasm32-wasip2", "hello.wasm", "hello.wasm"),
     ("wasm32-wasip2", "http_lab.wasm", "http-lab.wasm"),
     ("wasm32-wasip2", "typed.wasm", "typed.wasm"),
@@ -18,6 +18,8 @@ const BUILT: [(&str, &str, &str); 10] = [
     ("wasm32-unknown-unknown", "kernels.wasm", "kernels.wasm"),
     ("wasm32-unknown-unknown", "example_kernels.wasm", "example-kernels.wasm"),
     ("wasm32-wasip2", "gpu_examples.wasm", "gpu-examples.wasm"),
+    ("wasm32-wasip2", "gpu_images.wasm", "gpu-images.wasm"),
+    ("wasm32-wasip2", "gpu_hostile.wasm", "gpu-hostile.wasm"),
     ("wasm32-unknown-unknown", "gpu_saxpy_core.wasm", "gpu-saxpy-core.wasm"),
 ];
 
