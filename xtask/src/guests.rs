@@ -23,7 +23,7 @@ const BUILT: [(&str, &str, &str); 12] = [
     ("wasm32-unknown-unknown", "gpu_saxpy_core.wasm", "gpu-saxpy-core.wasm"),
 ];
 
-/// How each is built: a command of cargo, the target, and the rest. Kernels come first, because other guests have them inside.
+/// How each is built: a command of cargo, the target, and the rest. Kernels come first: other guests have them inside.
 const BUILDS: [(&str, &str, &[&str]); 5] = [
     ("build", "wasm32-unknown-unknown", &["--package", "kernels"]),
     // Atomic operations of Rust are plain ones without this. Only this package is compiled with it.

@@ -1,4 +1,5 @@
-//! Kernels of the examples, written with the SDK. Atomics need `-C target-feature=+atomics`, which `cargo xtask guests` gives.
+//! Kernels of the examples, written with the SDK. Atomics need `-C target-feature=+atomics`, with which `cargo xtask guests`
+//! builds this.
 
 #![no_std]
 #![no_main]
@@ -21,8 +22,8 @@ pub unsafe extern "C" fn saxpy(n: usize, a: f32, x: *const f32, y: *mut f32) {
 
 const TILE: usize = 16;
 
-/// The product of square matrices, in groups of 16 by 16. What tiles have beyond the matrices counts as zero, so every `n` but 0
-/// will do. There every item reads the last element instead: a choice between values is quicker than a branch.
+/// The product of square matrices, in groups of 16 by 16. What tiles have beyond the matrices counts as zero, so every `n`
+/// but 0 will do. Items there read the last row or column all the same: a choice between values is quicker than a branch.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn matmul(n: usize, a: *const f32, b: *const f32, c: *mut f32) {
     let (tile_a, tile_b): (*mut [f32; TILE * TILE], *mut [f32; TILE * TILE]) = (shared(), shared());
