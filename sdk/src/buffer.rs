@@ -40,6 +40,7 @@ pub struct Buffer<T: Pod> {
 impl<T: Pod> Buffer<T> {
     /// All bytes are zero.
     pub fn zeroed(len: usize) -> Result<Buffer<T>> {
+        const { assert!(size_of::<T>() > 0, "an array of nothing takes no place") }
         let raw = compute::Buffer::allocate(bytes::<T>(len))?;
         Ok(Buffer { raw, len, element: PhantomData })
     }
@@ -61,20 +62,13 @@ impl<T: Pod> Buffer<T> {
 
     /// Writes elements from the `at`-th on. The slice may be changed as soon as this returns.
     pub fn write(&self, at: usize, elements: &[T]) -> Result<()> {
-        if elements.is_empty() {
-            return self.range(at..at).map(drop);
-        }
         Ok(self.raw.write(bytes::<T>(at), bytemuck::cast_slice(elements))?)
     }
 
     /// Waits for everything that was asked before.
     pub fn read(&self, elements: Range<usize>) -> Result<Vec<T>> {
-        let count = self.range(elements.clone())?;
-        if count == 0 {
-            return Ok(Vec::new());
-        }
-        let found = self.raw.read(bytes::<T>(elements.start), bytes::<T>(count))?;
-        Ok(bytemuck::pod_collect_to_vec(&found))
+        let (offset, bytes) = span::<T>(elements)?;
+        Ok(bytemuck::pod_collect_to_vec(&self.raw.read(offset, bytes)?))
     }
 
     pub fn to_vec(&self) -> Result<Vec<T>> {
@@ -83,23 +77,14 @@ impl<T: Pod> Buffer<T> {
 
     /// Copies elements of another buffer to the `at`-th and those after it, on the device.
     pub fn copy_from(&self, at: usize, source: &Buffer<T>, elements: Range<usize>) -> Result<()> {
-        let count = source.range(elements.clone())?;
-        Ok(self.raw.copy_from(bytes::<T>(at), &source.raw, bytes::<T>(elements.start), bytes::<T>(count))?)
+        let (offset, count) = span::<T>(elements)?;
+        Ok(self.raw.copy_from(bytes::<T>(at), &source.raw, offset, count)?)
     }
 
     /// Sets every byte of some elements.
     pub fn fill(&self, elements: Range<usize>, byte: u8) -> Result<()> {
-        let count = self.range(elements.clone())?;
-        Ok(self.raw.fill(bytes::<T>(elements.start), bytes::<T>(count), byte)?)
-    }
-
-    /// How many elements these are, if they are there.
-    fn range(&self, elements: Range<usize>) -> Result<usize> {
-        let Range { start, end } = elements;
-        match start <= end && end <= self.len {
-            true => Ok(end - start),
-            false => Err(Error::OutOfRange(format!("elements {start}..{end} of a buffer of {}", self.len))),
-        }
+        let (offset, count) = span::<T>(elements)?;
+        Ok(self.raw.fill(offset, count, byte)?)
     }
 }
 
@@ -112,4 +97,12 @@ impl<T: Pod> fmt::Debug for Buffer<T> {
 /// Cannot overflow: a guest has 32 bits for the count.
 fn bytes<T>(elements: usize) -> u64 {
     elements as u64 * size_of::<T>() as u64
+}
+
+/// Where elements begin, and how much they are, in bytes. Whether the buffer has them, the host says.
+fn span<T>(elements: Range<usize>) -> Result<(u64, u64)> {
+    match elements.end.checked_sub(elements.start) {
+        Some(count) => Ok((bytes::<T>(elements.start), bytes::<T>(count))),
+        None => Err(Error::OutOfRange(format!("elements {}..{} end before they begin", elements.start, elements.end))),
+    }
 }

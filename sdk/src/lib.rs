@@ -1,3 +1,5 @@
+//! Launches of Wasm kernels from components, safe and typed. What follows is the README.
+
 #![doc = include_str!("../README.md")]
 #![deny(unsafe_code)]
 
