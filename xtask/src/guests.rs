@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use crate::root;
 
 /// What is built for which target, and the name it gets under target/guests.
-const BUILT: [(&str, &str, &str); 7] = [
+const BUILT: [(&str, &str, &str); 12] = [
     ("wasm32-wasip2", "hello.wasm", "hello.wasm"),
     ("wasm32-wasip2", "http_lab.wasm", "http-lab.wasm"),
     ("wasm32-wasip2", "typed.wasm", "typed.wasm"),
@@ -16,17 +16,30 @@ const BUILT: [(&str, &str, &str); 7] = [
     ("wasm32-wasip2", "command.wasm", "command.wasm"),
     ("wasm32-wasip1", "command.wasm", "command-p1.wasm"),
     ("wasm32-unknown-unknown", "kernels.wasm", "kernels.wasm"),
+    ("wasm32-unknown-unknown", "example_kernels.wasm", "example-kernels.wasm"),
+    ("wasm32-wasip2", "gpu_examples.wasm", "gpu-examples.wasm"),
+    ("wasm32-wasip2", "gpu_images.wasm", "gpu-images.wasm"),
+    ("wasm32-wasip2", "gpu_hostile.wasm", "gpu-hostile.wasm"),
+    ("wasm32-unknown-unknown", "gpu_saxpy_core.wasm", "gpu-saxpy-core.wasm"),
+];
+
+/// How each is built: a command of cargo, the target, and the rest. Kernels come first: other guests have them inside.
+const BUILDS: [(&str, &str, &[&str]); 5] = [
+    ("build", "wasm32-unknown-unknown", &["--package", "kernels"]),
+    // Atomic operations of Rust are plain ones without this. Only this package is compiled with it.
+    ("rustc", "wasm32-unknown-unknown", &["--package", "example-kernels", "--", "-C", "target-feature=+atomics"]),
+    ("build", "wasm32-wasip2", &[]),
+    ("build", "wasm32-wasip1", &["--package", "command"]),
+    ("build", "wasm32-unknown-unknown", &["--package", "gpu-saxpy-core"]),
 ];
 
 pub(crate) fn build() -> anyhow::Result<()> {
     let (guests, output) = (root().join("guests"), root().join("target/guests"));
     std::fs::create_dir_all(&output)?;
-    install("wasm32-wasip2")?;
-    install("wasm32-wasip1")?;
-    install("wasm32-unknown-unknown")?;
-    cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-wasip2"])?;
-    cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-wasip1", "--package", "command"])?;
-    cargo(&guests, &["build", "--release", "--locked", "--target", "wasm32-unknown-unknown", "--package", "kernels"])?;
+    for (command, target, rest) in BUILDS {
+        install(target)?;
+        cargo(&guests, &[&[command, "--release", "--locked", "--target", target], rest].concat())?;
+    }
     for (target, built, name) in BUILT {
         let from = guests.join("target").join(target).join("release").join(built);
         std::fs::copy(&from, output.join(name)).with_context(|| from.display().to_string())?;
