@@ -24,7 +24,7 @@ pub struct DeviceInfo {
     pub slab_address: u64,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub enum DeviceKind {
     #[default]
     Cpu,

@@ -211,7 +211,8 @@ fn name(module: blake3::Hash, options: &Options) -> String {
     for part in [tensor_wasm_jit::VERSION.as_bytes(), module.as_bytes(), kind.as_str().as_bytes(), kernel.as_bytes()] {
         hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
     }
-    windows.iter().chain([is_small]).for_each(|bit| drop(hasher.update(&[u8::from(*bit)])));
+    let bits: Vec<u8> = windows.iter().chain([is_small]).map(|bit| u8::from(*bit)).collect();
+    hasher.update(&bits);
     hasher.finalize().to_hex().to_string()
 }
 

@@ -266,7 +266,7 @@ impl Run<'_> {
                 return jump(table.get(index).ok_or("beyond the table")?);
             }
             ["ret" | "exit"] => return Ok(Next::Exit),
-            ["bar", "sync"] => return Ok(Next::Barrier(item.at + 1)),
+            ["barrier", "sync"] => return Ok(Next::Barrier(item.at + 1)),
             ["fence", ..] => return Ok(next),
             // Items run one after another here: each is alone in its warp.
             ["activemask", "b32"] => 1 << self.lane(item),

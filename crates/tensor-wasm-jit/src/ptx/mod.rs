@@ -414,7 +414,7 @@ impl Emitter<'_> {
             }
             Op::Barrier { .. } => {
                 self.check_limits();
-                put!(self, "bar.sync 0;");
+                put!(self, "barrier.sync 0;");
             }
             Op::Load { to, access, at, site } => self.load(*to, *access, *at, *site),
             Op::Store { access, at, value, site } => self.store(*access, *at, *value, *site),
@@ -711,7 +711,7 @@ impl Emitter<'_> {
             put!(self, "setp.lt.u64 {q}, {at}, {};", body.shared_bytes);
             put!(self, "@{q} bra ZERO_SHARED;");
             let _ = writeln!(self.out, "ZEROED:");
-            put!(self, "bar.sync 0;");
+            put!(self, "barrier.sync 0;");
         }
     }
 
