@@ -21,7 +21,7 @@ use wasmtime::{Module, Precompiled};
 
 use crate::HashMap;
 use crate::admission::Account;
-use crate::catalog::{Catalog, Flavor, Kind, Revision};
+use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
 use crate::config::{self, Config, Limits};
 use crate::engine::{Engines, compiler_config};
 use crate::failure::{Bug, Failure, Rejection};
@@ -307,8 +307,15 @@ fn clip(message: &str) -> String {
 }
 
 /// Maps an artifact after checking that it is the one we made. `None`: absent, damaged or of another engine.
-pub(crate) fn load(catalog: &Catalog, engines: &Engines, revision: &Revision, flavor: Flavor) -> Option<Code> {
-    let (engine, id) = (engines.get(flavor), engines.id(flavor));
+pub(crate) fn load(
+    catalog: &Catalog,
+    engines: &Engines,
+    revision: &Revision,
+    flavor: Flavor,
+    memory: MemoryKind,
+) -> Option<Code> {
+    // Where memory comes from does not change the code.
+    let (engine, id) = (engines.get(flavor, memory), engines.id(flavor));
     let expected = catalog.artifact_digest(revision, id)?;
     let path = catalog.files.artifact(revision, id);
     let bytes = std::fs::read(&path).ok()?;

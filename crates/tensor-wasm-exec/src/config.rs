@@ -128,6 +128,12 @@ pub struct Limits {
     pub log_bytes_max: usize,
     /// Result of one call (a command's stdout, an export's value).
     pub output_bytes_max: usize,
+    /// Memory on the device; 0: the tenant may not use it.
+    pub gpu_memory_bytes_max: u64,
+    /// Time one launch of a kernel may take.
+    pub gpu_kernel_ms_max: u64,
+    /// Multiprocessors of a GPU that the tenant's kernels run on; 0: all of them.
+    pub gpu_multiprocessors: u32,
 }
 
 /// [`Limits`] with everything optional: what is absent is inherited.
@@ -150,6 +156,9 @@ pub struct LimitsOverride {
     pub jobs_max: Option<usize>,
     pub log_bytes_max: Option<usize>,
     pub output_bytes_max: Option<usize>,
+    pub gpu_memory_bytes_max: Option<u64>,
+    pub gpu_kernel_ms_max: Option<u64>,
+    pub gpu_multiprocessors: Option<u32>,
 }
 
 const MIB: usize = 1 << 20;
@@ -158,6 +167,9 @@ const GIB: u64 = 1 << 30;
 /// The largest linear memory a pooled slot can hold; a tenant's `memory_bytes_max` may not exceed it.
 /// 4 GiB is the whole of a 32-bit guest, and reserving it costs address space only.
 pub const SLOT_MEMORY_BYTES: u64 = 4 * GIB;
+
+/// A launch that takes much longer would look to the device's keeper as if the device hung.
+const GPU_KERNEL_MS_MAX: u64 = 50_000;
 
 impl Default for Server {
     fn default() -> Self {
@@ -221,6 +233,9 @@ impl Default for Limits {
             jobs_max: 10_000,
             log_bytes_max: 64 << 10,
             output_bytes_max: 16 * MIB,
+            gpu_memory_bytes_max: GIB,
+            gpu_kernel_ms_max: 10_000,
+            gpu_multiprocessors: 0,
         }
     }
 }
@@ -262,7 +277,10 @@ impl Config {
             compile_ms_max,
             jobs_max,
             log_bytes_max,
-            output_bytes_max
+            output_bytes_max,
+            gpu_memory_bytes_max,
+            gpu_kernel_ms_max,
+            gpu_multiprocessors
         )
     }
 
@@ -282,6 +300,7 @@ impl Config {
                 ("rate_burst", limits.rate_burst.into()),
                 ("deadline_ms_max", limits.deadline_ms_max),
                 ("revisions_max", limits.revisions_max as u64),
+                ("gpu_kernel_ms_max", limits.gpu_kernel_ms_max),
             ];
             if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
                 return Err(format!("[{section}] {key} must be at least 1"));
@@ -291,6 +310,9 @@ impl Config {
                     "[{section}] memory_bytes_max is {}, more than a 32-bit guest can have ({SLOT_MEMORY_BYTES})",
                     limits.memory_bytes_max
                 ));
+            }
+            if limits.gpu_kernel_ms_max > GPU_KERNEL_MS_MAX {
+                return Err(format!("[{section}] gpu_kernel_ms_max must be at most {GPU_KERNEL_MS_MAX}"));
             }
             // One request a day is slow enough; smaller numbers would make waiting times that no clock holds.
             let slowest = 1.0 / 86_400.0;

@@ -15,8 +15,9 @@ use std::time::{Duration, Instant};
 
 use wasmtime::{Enabled, InstanceAllocationStrategy, OptLevel, PoolingAllocationConfig, RegallocAlgorithm};
 
-use crate::catalog::Flavor;
+use crate::catalog::{Flavor, MemoryKind};
 use crate::config::{Config, Optimize, SLOT_MEMORY_BYTES};
+use crate::pinned::{Creator, PinnedMemories};
 
 /// How often running guests are interrupted: the granularity of deadlines and of time-slicing between guests. A tick
 /// costs one store per engine.
@@ -38,6 +39,9 @@ const HOST_STACK_BYTES: usize = 512 << 10;
 pub struct Engines {
     pub plain: wasmtime::Engine,
     pub concurrent: wasmtime::Engine,
+    /// Like `plain`, with memories that the device sees instead of a pool's.
+    pub on_device: wasmtime::Engine,
+    pub(crate) pinned: Arc<PinnedMemories>,
     plain_id: String,
     concurrent_id: String,
     clock: Arc<Clock>,
@@ -52,14 +56,20 @@ impl Engines {
             wasmtime::Engine::new(&settings)
         };
         let (plain, concurrent) = (pooled(Flavor::Plain)?, pooled(Flavor::Concurrent)?);
-        let clock = Clock::start(vec![plain.clone(), concurrent.clone()])?;
-        Ok(Engines { plain_id: identity(&plain), concurrent_id: identity(&concurrent), plain, concurrent, clock })
+        let pinned = Arc::<PinnedMemories>::default();
+        let mut settings = compiler_config(&config.engine, Flavor::Plain);
+        settings.with_host_memory(Arc::new(Creator(pinned.clone())));
+        let on_device = wasmtime::Engine::new(&settings)?;
+        let clock = Clock::start(vec![plain.clone(), concurrent.clone(), on_device.clone()])?;
+        let (plain_id, concurrent_id) = (identity(&plain), identity(&concurrent));
+        Ok(Engines { plain_id, concurrent_id, plain, concurrent, on_device, pinned, clock })
     }
 
-    pub fn get(&self, flavor: Flavor) -> &wasmtime::Engine {
-        match flavor {
-            Flavor::Plain => &self.plain,
-            Flavor::Concurrent => &self.concurrent,
+    pub fn get(&self, flavor: Flavor, memory: MemoryKind) -> &wasmtime::Engine {
+        match (flavor, memory) {
+            (Flavor::Plain, MemoryKind::Pinned) => &self.on_device,
+            (Flavor::Plain, MemoryKind::Pooled) => &self.plain,
+            (Flavor::Concurrent, _) => &self.concurrent,
         }
     }
 

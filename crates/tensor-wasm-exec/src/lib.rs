@@ -19,6 +19,7 @@ pub mod compile;
 pub mod engine;
 pub mod guest;
 pub mod kernels;
+mod pinned;
 pub mod pool;
 
 pub mod jobs;

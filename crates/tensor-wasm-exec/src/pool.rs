@@ -17,7 +17,7 @@ use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
 
 use crate::HashMap;
 use crate::admission::Permit;
-use crate::catalog::{Catalog, Flavor, Kind, Revision};
+use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
 use crate::compile::{self, Code};
 use crate::engine::Engines;
 use crate::failure::{Bug, Failure, Rejection};
@@ -26,7 +26,7 @@ use crate::guest::component::ComponentExport;
 use crate::guest::core::CoreExport;
 use crate::guest::running::{Given, RunningCall};
 use crate::guest::state::State;
-use crate::guest::{GuestError, fault, state};
+use crate::guest::{GuestError, fault, gpu, state};
 use crate::metrics::Metrics;
 
 /// Host memory a component's call may fill with lifted values before it is stopped. A `list<u8>` result costs some
@@ -39,7 +39,9 @@ const REUSES_MAX: u32 = 10_000;
 pub(crate) struct Pool {
     pub engines: Arc<Engines>,
     linkers: Linkers,
-    loaded: Mutex<HashMap<Revision, Arc<Slot>>>,
+    loaded: Table,
+    /// Those whose memories the device sees.
+    loaded_pinned: Table,
     loaded_max: usize,
     idle_max: usize,
     idle: Arc<AtomicUsize>,
@@ -48,8 +50,11 @@ pub(crate) struct Pool {
     metrics: Arc<Metrics>,
 }
 
+type Table = Mutex<HashMap<Revision, Arc<Slot>>>;
+
 struct Linkers {
     core: wasmtime::Linker<State>,
+    core_on_device: wasmtime::Linker<State>,
     plain: component::Linker<State>,
     concurrent: component::Linker<State>,
 }
@@ -64,6 +69,7 @@ struct Slot {
 pub(crate) struct Loaded {
     pub entry: Entry,
     flavor: Flavor,
+    memory: MemoryKind,
     /// Kept instances by function id, for functions that allow it.
     idle: Mutex<HashMap<String, Vec<Kept>>>,
 }
@@ -124,20 +130,28 @@ impl Pool {
         background: Handle,
         metrics: Arc<Metrics>,
     ) -> wasmtime::Result<Pool> {
-        let mut core = wasmtime::Linker::new(&engines.plain);
-        wasmtime_wasi::p1::add_to_linker_async(&mut core, State::p1)?;
+        let core = |engine: &wasmtime::Engine| -> wasmtime::Result<_> {
+            let mut linker = wasmtime::Linker::new(engine);
+            wasmtime_wasi::p1::add_to_linker_async(&mut linker, State::p1)?;
+            gpu::flat::add_to_linker(&mut linker)?;
+            Ok(linker)
+        };
+        let (core, core_on_device) = (core(&engines.plain)?, core(&engines.on_device)?);
         let mut plain = component::Linker::new(&engines.plain);
         p2::add_to_linker_async(&mut plain)?;
         http_p2::add_only_http_to_linker_async(&mut plain)?;
+        gpu::component::add_to_linker(&mut plain)?;
         let mut concurrent = component::Linker::new(&engines.concurrent);
         p2::add_to_linker_async(&mut concurrent)?;
         http_p2::add_only_http_to_linker_async(&mut concurrent)?;
         p3::add_to_linker(&mut concurrent)?;
         http_p3::add_to_linker(&mut concurrent)?;
+        gpu::component::add_to_linker(&mut concurrent)?;
         Ok(Pool {
             engines,
-            linkers: Linkers { core, plain, concurrent },
+            linkers: Linkers { core, core_on_device, plain, concurrent },
             loaded: Mutex::default(),
+            loaded_pinned: Mutex::default(),
             loaded_max: config.engine.loaded_max,
             idle_max: config.server.concurrency_max,
             idle: Arc::default(),
@@ -148,8 +162,8 @@ impl Pool {
     }
 
     /// The revision, if it is loaded already.
-    pub(crate) fn loaded(&self, revision: &Revision) -> Option<Arc<Loaded>> {
-        let loaded = self.loaded.lock();
+    pub(crate) fn loaded(&self, revision: &Revision, memory: MemoryKind) -> Option<Arc<Loaded>> {
+        let loaded = self.table(memory).lock();
         let slot = loaded.get(revision)?;
         slot.last_use.store(self.uses.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         slot.loaded.get().cloned()
@@ -162,20 +176,21 @@ impl Pool {
         revision: &Revision,
         kind: Kind,
         flavor: Flavor,
+        memory: MemoryKind,
         recompile: R,
     ) -> Result<Arc<Loaded>, Failure>
     where
         R: AsyncFnOnce() -> Result<(), Failure>,
     {
-        let slot = self.slot(revision);
+        let slot = self.slot(revision, memory);
         if let Some(loaded) = slot.loaded.get() {
             return Ok(loaded.clone());
         }
         let map = || {
             let (pool, catalog, revision) = (self.clone(), catalog.clone(), revision.clone());
             let work = move || {
-                let code = compile::load(&catalog, &pool.engines, &revision, flavor)?;
-                Some(pool.link(code, kind, flavor))
+                let code = compile::load(&catalog, &pool.engines, &revision, flavor, memory)?;
+                Some(pool.link(code, kind, flavor, memory))
             };
             let joined = self.background.spawn_blocking(work);
             async { joined.await.map_err(|e| Failure::from(Bug(e.to_string()))) }
@@ -196,11 +211,21 @@ impl Pool {
     }
 
     /// Resolves imports and lists exports. An import nobody provides is named in the rejection.
-    pub(crate) fn link(&self, code: Code, kind: Kind, flavor: Flavor) -> Result<Loaded, Rejection> {
+    pub(crate) fn link(
+        &self,
+        code: Code,
+        kind: Kind,
+        flavor: Flavor,
+        memory: MemoryKind,
+    ) -> Result<Loaded, Rejection> {
         let unlinked = |e: wasmtime::Error| Rejection::InvalidWasm { why: format!("{e:#}") };
         let entry = match code {
             Code::Module(module) => {
-                let pre = self.linkers.core.instantiate_pre(&module).map_err(unlinked)?;
+                let linker = match memory {
+                    MemoryKind::Pooled => &self.linkers.core,
+                    MemoryKind::Pinned => &self.linkers.core_on_device,
+                };
+                let pre = linker.instantiate_pre(&module).map_err(unlinked)?;
                 match kind {
                     Kind::CoreCommand => Entry::CoreCommand(pre),
                     _ => Entry::Core { pre, exports: crate::guest::core::exports(&module) },
@@ -226,7 +251,7 @@ impl Pool {
             }
         };
         self.metrics.artifact_loads.inc();
-        Ok(Loaded { entry, flavor, idle: Mutex::default() })
+        Ok(Loaded { entry, flavor, memory, idle: Mutex::default() })
     }
 
     /// An instance for one call.
@@ -249,7 +274,7 @@ impl Pool {
             let Kept { store, instance, reuses, .. } = kept;
             return Ok(Lease { store, instance, reuses, _permit: permit });
         }
-        let engine = self.engines.get(loaded.flavor);
+        let engine = self.engines.get(loaded.flavor, loaded.memory);
         let had_given = given.is_some();
         let mut store = state::store(engine, call, given);
         // Boxed but for the cheapest kind: a future is as large as its largest branch, and moved into place whole.
@@ -292,25 +317,35 @@ impl Pool {
 
     /// Forgets the kept instances of a function: its settings changed or it is gone.
     pub(crate) fn forget(&self, function: &str) {
-        let slots: Vec<_> = self.loaded.lock().values().cloned().collect();
-        for loaded in slots.iter().filter_map(|slot| slot.loaded.get()) {
+        for loaded in self.slots().iter().filter_map(|slot| slot.loaded.get()) {
             let gone = loaded.idle.lock().remove(function);
             drop(gone);
         }
     }
 
     fn drop_idle(&self) {
-        let slots: Vec<_> = self.loaded.lock().values().cloned().collect();
-        for loaded in slots.iter().filter_map(|slot| slot.loaded.get()) {
+        for loaded in self.slots().iter().filter_map(|slot| slot.loaded.get()) {
             let gone = std::mem::take(&mut *loaded.idle.lock());
             drop(gone);
         }
     }
 
-    fn slot(&self, revision: &Revision) -> Arc<Slot> {
+    fn table(&self, memory: MemoryKind) -> &Table {
+        match memory {
+            MemoryKind::Pooled => &self.loaded,
+            MemoryKind::Pinned => &self.loaded_pinned,
+        }
+    }
+
+    fn slots(&self) -> Vec<Arc<Slot>> {
+        let of = |table: &Table| table.lock().values().cloned().collect::<Vec<_>>();
+        [of(&self.loaded), of(&self.loaded_pinned)].concat()
+    }
+
+    fn slot(&self, revision: &Revision, memory: MemoryKind) -> Arc<Slot> {
         let now = self.uses.fetch_add(1, Ordering::Relaxed);
         let mut evicted = None;
-        let mut loaded = self.loaded.lock();
+        let mut loaded = self.table(memory).lock();
         if let Some(slot) = loaded.get(revision) {
             slot.last_use.store(now, Ordering::Relaxed);
             return slot.clone();

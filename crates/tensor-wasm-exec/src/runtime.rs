@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tensor_wasm_gpu::Device;
 use tokio::runtime::Handle;
+use tokio::sync::SetOnce;
 
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
 use crate::catalog::{
-    Catalog, Damage, FunctionRecord, Revision, RevisionRecord, Settings, SourceError, StoreError, check_name, now_ms,
+    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SourceError, StoreError, check_name, now_ms,
 };
 use crate::compile::Compiler;
 use crate::config::Config;
@@ -21,6 +22,7 @@ use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
 use crate::jobs::{Jobs, Recovered, Recovery};
+use crate::kernels::Kernels;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
 use crate::pool::{Loaded, Pool};
@@ -131,6 +133,8 @@ impl Runtime {
                 background: background.clone(),
                 metrics: metrics.clone(),
                 logs,
+                kernels: SetOnce::new(),
+                pinned: engines.pinned.clone(),
             }),
             metrics,
             config,
@@ -152,7 +156,17 @@ impl Runtime {
     /// Gives the runtime its device. Opening one takes a moment, which functions that need none do not wait for. The first
     /// one given stays.
     pub fn attach(&self, device: Device) {
-        let _ = self.device.set(device);
+        self.engines.pinned.attach(device.clone());
+        let folder = self.catalog.files.kernels();
+        let kernels = Kernels::new(device.clone(), Some(folder), self.background.clone());
+        if self.surroundings.kernels.set(Ok(kernels)).is_ok() {
+            let _ = self.device.set(device);
+        }
+    }
+
+    /// Tells functions that want a device that there is none.
+    pub fn without_device(&self, why: &str) {
+        let _ = self.surroundings.kernels.set(Err(format!("there is no device: {why}")));
     }
 
     pub fn device(&self) -> Option<&Device> {
@@ -191,6 +205,11 @@ impl Runtime {
                 (compiled.kind, compiled.flavor)
             }
         };
+        let is_core = matches!(shape.0, Kind::CoreExports | Kind::CoreCommand);
+        if settings.memory == MemoryKind::Pinned && !(is_core && settings.gpu) {
+            let why = "settings: memory = pinned is for core modules that may use the GPU".to_owned();
+            return Err(Rejection::InvalidArgs { why }.into());
+        }
         let record = RevisionRecord {
             revision: revision.clone(),
             kind: shape.0,
@@ -238,7 +257,7 @@ impl Runtime {
             }
             self.compile(id, account).await.map(drop)
         };
-        self.pool.load(&self.catalog, id, revision.kind, revision.flavor, recompile).await
+        self.pool.load(&self.catalog, id, revision.kind, revision.flavor, revision.settings.memory, recompile).await
     }
 
     async fn compile(&self, revision: &Revision, account: &Account) -> Result<crate::compile::Compiled, Failure> {

@@ -79,6 +79,6 @@ mod exports {
     pub use crate::keeper::worker_main;
     pub use crate::launch::{Graph, Grid, Kernel, KernelInfo, Module, Step};
     pub use crate::params::{Param, Params};
-    pub use crate::pinned::Pinned;
+    pub use crate::pinned::{Pinned, PinnedMapping};
     pub use crate::slab::SlabPlan;
 }

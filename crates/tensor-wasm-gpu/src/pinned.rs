@@ -1,9 +1,12 @@
 //! Memory that host and device both see in place: parts of the slab's pinned region, registered once with the device.
 
 use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::io;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rustix::mm::{self, MapFlags, MprotectFlags, ProtFlags};
 
 use crate::error::DeviceError;
 use crate::slab::Slab;
@@ -123,6 +126,64 @@ impl Pinned {
             self.0.pool.slab.copy_in(self.0.offset + at, &ZEROS[..len as usize]);
             at += len;
         }
+    }
+}
+
+/// Pinned memory at the beginning of a larger range of addresses of its own, the rest of which faults.
+pub struct PinnedMapping {
+    pinned: Pinned,
+    base: *mut c_void,
+    reserved: usize,
+}
+
+// SAFETY: a mapping may be used and undone by any thread; what is written to it is bytes that others may see.
+unsafe impl Send for PinnedMapping {}
+// SAFETY: as above; nothing is written through a shared reference.
+unsafe impl Sync for PinnedMapping {}
+
+impl Pinned {
+    /// Maps it once more, with `reserved` bytes of addresses. None of it can be touched at first.
+    pub fn map(&self, reserved: usize) -> io::Result<PinnedMapping> {
+        let len = usize::try_from(self.0.len).map_err(io::Error::other)?;
+        if reserved < len {
+            return Err(io::Error::other("the reservation is smaller than the memory"));
+        }
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe { mm::mmap_anonymous(std::ptr::null_mut(), reserved, ProtFlags::empty(), flags) }?;
+        let mapping = PinnedMapping { pinned: self.clone(), base, reserved };
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: over the first part of what was just reserved; the slab's file is as long as the slab.
+        unsafe { mm::mmap(base, len, ProtFlags::empty(), flags, self.0.pool.slab.fd(), self.0.offset) }?;
+        Ok(mapping)
+    }
+}
+
+impl PinnedMapping {
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base.cast()
+    }
+
+    pub fn pinned(&self) -> &Pinned {
+        &self.pinned
+    }
+
+    /// Lets the first bytes be touched, whole pages of them.
+    pub fn open(&self, bytes: u64) -> io::Result<()> {
+        let bytes = bytes.next_multiple_of(PART_ALIGN);
+        self.pinned.check(0, bytes).map_err(io::Error::other)?;
+        let len = usize::try_from(bytes).map_err(io::Error::other)?;
+        let both = MprotectFlags::READ | MprotectFlags::WRITE;
+        // SAFETY: inside the mapping, which is this value's own.
+        unsafe { mm::mprotect(self.base, len, both) }?;
+        Ok(())
+    }
+}
+
+impl Drop for PinnedMapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `map`, and undone once.
+        let _ = unsafe { mm::munmap(self.base, self.reserved) };
     }
 }
 

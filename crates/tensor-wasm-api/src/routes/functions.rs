@@ -11,7 +11,7 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tensor_wasm_exec::catalog::{FunctionRecord, RevisionRecord, Settings};
+use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings};
 use utoipa::ToSchema;
 
 use crate::body;
@@ -48,19 +48,37 @@ pub(crate) struct SettingsView {
     memory_bytes: Option<u64>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     env: BTreeMap<String, String>,
+    /// Let it use the GPU.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    gpu: bool,
+    /// `pinned`: the device sees the linear memory of a core module in place.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    memory: Option<MemoryView>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize, Serialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum MemoryView {
+    Pooled,
+    Pinned,
 }
 
 impl From<SettingsView> for Settings {
     fn from(view: SettingsView) -> Settings {
-        let SettingsView { reuse, public, deadline_ms, memory_bytes, env } = view;
-        Settings { reuse, public, deadline_ms, memory_bytes, env }
+        let SettingsView { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = view;
+        let memory = match memory {
+            Some(MemoryView::Pinned) => MemoryKind::Pinned,
+            Some(MemoryView::Pooled) | None => MemoryKind::Pooled,
+        };
+        Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory }
     }
 }
 
 impl From<&Settings> for SettingsView {
     fn from(settings: &Settings) -> SettingsView {
-        let Settings { reuse, public, deadline_ms, memory_bytes, env } = settings.clone();
-        SettingsView { reuse, public, deadline_ms, memory_bytes, env }
+        let Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = settings.clone();
+        let memory = (memory == MemoryKind::Pinned).then_some(MemoryView::Pinned);
+        SettingsView { reuse, public, deadline_ms, memory_bytes, env, gpu, memory }
     }
 }
 

@@ -35,6 +35,12 @@ pub(crate) struct Deploy {
     /// Limit the memory of an instance, if that is less than the tenant's limit.
     #[arg(long, value_name = "N")]
     memory_bytes: Option<u64>,
+    /// Let it use the GPU.
+    #[arg(long)]
+    gpu: bool,
+    /// Where a core module's linear memory comes from: `pinned` is seen by the GPU in place. Needs --gpu.
+    #[arg(long, value_name = "KIND", value_parser = ["pooled", "pinned"])]
+    memory: Option<String>,
     /// An environment variable of the function.
     #[arg(long, value_name = "NAME=VALUE")]
     env: Vec<String>,
@@ -57,6 +63,8 @@ impl Deploy {
             "deadline_ms": self.deadline_ms,
             "memory_bytes": self.memory_bytes,
             "env": env,
+            "gpu": self.gpu,
+            "memory": self.memory,
         });
         let path = format!("/functions?name={}&settings={}", segment(&self.name), segment(&settings.to_string()));
         let bytes = wasm.len() as u64;

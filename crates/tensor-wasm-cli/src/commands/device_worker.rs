@@ -11,6 +11,6 @@ pub(crate) struct DeviceWorker {
 
 impl DeviceWorker {
     pub(crate) fn execute(self) -> Ended {
-        Ok(tensor_wasm_gpu::worker_main(self.slab_fd, self.device))
+        Ok(tensor_wasm_gpu::worker_main(self.slab_fd, self.device, tensor_wasm_exec::kernels::host::host_kernels()))
     }
 }

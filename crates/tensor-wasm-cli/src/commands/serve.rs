@@ -118,7 +118,8 @@ fn device_options(choice: DeviceChoice, exe: &std::path::Path, tell: Sender<Devi
         DeviceChoice::Cpu => Placement::Thread,
         _ => Placement::Process { exe: exe.to_owned(), args: vec!["device-worker".to_owned()] },
     };
-    OpenOptions { choice, placement, events: Events(Some(Arc::new(listener))), ..OpenOptions::default() }
+    let host = tensor_wasm_exec::kernels::host::host_kernels();
+    OpenOptions { choice, placement, events: Events(Some(Arc::new(listener))), host, ..OpenOptions::default() }
 }
 
 /// Opens a device in a thread of its own and gives it to the runtime.
@@ -126,7 +127,10 @@ fn open_later(runtime: &Arc<Runtime>, options: OpenOptions) -> Result<(), Failed
     let runtime = Arc::downgrade(runtime);
     let open = move || match Device::open(&options) {
         Ok(device) => runtime.upgrade().into_iter().for_each(|runtime| attach(&runtime, device.clone())),
-        Err(error) => tracing::error!(%error, "no device could be opened"),
+        Err(error) => {
+            tracing::error!(%error, "no device could be opened");
+            runtime.upgrade().into_iter().for_each(|runtime| runtime.without_device(&error.to_string()));
+        }
     };
     let spawned = std::thread::Builder::new().name("device-open".to_owned()).spawn(open);
     spawned.map(drop).map_err(|e| Failed::No(e.to_string()))

@@ -4,6 +4,22 @@ use std::process::Command;
 
 use crate::support::{EXE, Options, Server, stderr, stdout, tensor_wasm, wait_until};
 
+/// The process id of the server's device worker.
+fn worker(server: &Server) -> Option<i32> {
+    let tasks = format!("/proc/{0}/task", server.child.id());
+    std::fs::read_dir(tasks).unwrap().flatten().find_map(|task| {
+        let children = std::fs::read_to_string(task.path().join("children")).ok()?;
+        children.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()).find(|pid| {
+            std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("device-worker"))
+        })
+    })
+}
+
+pub fn kill_worker(server: &Server) {
+    let pid = rustix::process::Pid::from_raw(worker(server).expect("the worker is a process")).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+}
+
 #[test]
 fn devices_are_listed_with_the_reason_for_no_gpu() {
     let output = tensor_wasm(&["devices"]);
@@ -21,7 +37,7 @@ fn devices_are_listed_with_the_reason_for_no_gpu() {
 
 #[test]
 fn the_binary_needs_no_cuda_library() {
-    let linked = Command::new("ldd").arg(EXE).output().unwrap();
+    let linked = Command::new("ldd").arg(&*EXE).output().unwrap();
     assert!(linked.status.success());
     let text = stdout(&linked).to_lowercase();
     assert!(text.contains("libc.so") && !text.contains("cuda") && !text.contains("nvidia"), "{text}");
@@ -55,23 +71,13 @@ fn a_lost_worker_is_replaced_counted_and_audited_while_functions_are_served() {
     wait_until("the device", || server.get("/metrics").text().contains(lost));
     assert_eq!(server.metric(lost), 0.0);
     assert_eq!(server.metric("tensor_wasm_gpu_memory_used_bytes"), 0.0);
-    let worker = || {
-        let tasks = format!("/proc/{0}/task", server.child.id());
-        let children = std::fs::read_dir(tasks).unwrap().flatten().filter_map(|task| {
-            let children = std::fs::read_to_string(task.path().join("children")).ok()?;
-            children.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()).find(|pid| {
-                std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("device-worker"))
-            })
-        });
-        children.into_iter().next()
-    };
+    let worker = || worker(&server);
     let first = worker().expect("the worker is a process");
     let status = std::fs::read_to_string(format!("/proc/{first}/status")).unwrap();
     assert!(status.contains("NoNewPrivs:\t1"), "{status}");
     let environment = std::fs::read(format!("/proc/{first}/environ")).unwrap();
     assert!(!String::from_utf8_lossy(&environment).contains("TENSOR_WASM"), "it has no business with our settings");
-    rustix::process::kill_process(rustix::process::Pid::from_raw(first).unwrap(), rustix::process::Signal::KILL)
-        .unwrap();
+    kill_worker(&server);
     wait_until("another worker", || worker().is_some_and(|pid| pid != first));
     assert_eq!(server.invoke("math", r#"{"export":"add","args":[1,2]}"#).result(), 3, "nobody noticed");
     wait_until("it to be counted", || server.metric(lost) == 1.0);

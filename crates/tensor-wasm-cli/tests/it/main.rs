@@ -17,6 +17,7 @@ mod client;
 mod deploy;
 mod device;
 mod durability;
+mod gpu;
 mod hostile;
 mod http;
 mod invoke;

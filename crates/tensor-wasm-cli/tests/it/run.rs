@@ -34,7 +34,7 @@ fn compiled_code_is_kept_in_the_users_cache() {
     let cache = tempfile::tempdir().unwrap();
     let file = guest("command-p1.wasm");
     let run = |flags: &[&str]| {
-        let mut command = Command::new(EXE);
+        let mut command = Command::new(&*EXE);
         command.arg("run").args(flags).arg(&file).args(["args", "x"]).env("XDG_CACHE_HOME", cache.path());
         assert_eq!(stdout(&command.output().unwrap()), "x\n");
         walkdir(cache.path())
@@ -67,7 +67,7 @@ fn each_file(dir: &std::path::Path, act: &dyn Fn(&std::path::Path)) {
 #[test]
 fn stdin_and_directories() {
     for file in ["command.wasm", "command-p1.wasm"] {
-        let mut child = Command::new(EXE)
+        let mut child = Command::new(&*EXE)
             .args(["run", guest(file).to_str().unwrap(), "upper"])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())

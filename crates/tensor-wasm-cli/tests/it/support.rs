@@ -4,15 +4,22 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-pub const EXE: &str = env!("CARGO_BIN_EXE_tensor-wasm");
+/// The binary under test. `TENSOR_WASM_TEST_EXE` names another one, where the tests were built on another machine.
+pub static EXE: LazyLock<String> = LazyLock::new(|| {
+    std::env::var("TENSOR_WASM_TEST_EXE").unwrap_or_else(|_| env!("CARGO_BIN_EXE_tensor-wasm").to_owned())
+});
 
+/// The repository. `TENSOR_WASM_TEST_ROOT` names another one, where the tests were built on another machine.
 pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().parent().unwrap().to_owned()
+    match std::env::var_os("TENSOR_WASM_TEST_ROOT") {
+        Some(root) => root.into(),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().parent().unwrap().to_owned(),
+    }
 }
 
 /// The path of a built guest. `make test` builds them first; on its own, the first test to ask does.
@@ -34,7 +41,7 @@ pub fn guest_bytes(name: &str) -> Vec<u8> {
 
 /// Runs the binary to its end.
 pub fn tensor_wasm(args: &[&str]) -> Output {
-    Command::new(EXE).args(args).stdin(Stdio::null()).output().unwrap()
+    Command::new(&*EXE).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
 pub fn stdout(output: &Output) -> String {
@@ -58,9 +65,15 @@ pub struct Options {
     pub config: String,
     pub env: Vec<(&'static str, String)>,
     pub data: Option<Arc<tempfile::TempDir>>,
+    pub device: Option<String>,
 }
 
 impl Options {
+    pub fn device(mut self, device: &str) -> Options {
+        self.device = Some(device.to_owned());
+        self
+    }
+
     pub fn config(text: &str) -> Options {
         Options { config: text.to_owned(), ..Options::default() }
     }
@@ -90,10 +103,13 @@ impl Server {
         let data = options.data.unwrap_or_else(|| Arc::new(tempfile::tempdir().unwrap()));
         let config = data.path().join("test-config.toml");
         std::fs::write(&config, &options.config).unwrap_or_default();
-        let mut command = Command::new(EXE);
+        let mut command = Command::new(&*EXE);
         command.args(["serve", "--addr", "127.0.0.1:0", "--data-dir"]).arg(data.path());
         if config.is_file() {
             command.arg("--config").arg(&config);
+        }
+        if let Some(device) = &options.device {
+            command.args(["--device", device]);
         }
         for name in ["TENSOR_WASM_API_TOKENS", "TENSOR_WASM_SERVER", "TENSOR_WASM_TENANT", "TENSOR_WASM_TOKEN"] {
             command.env_remove(name);

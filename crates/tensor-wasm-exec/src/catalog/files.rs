@@ -64,6 +64,11 @@ impl Files {
         self.root.join("manifests")
     }
 
+    /// Compiled kernels, which can be compiled again.
+    pub(crate) fn kernels(&self) -> PathBuf {
+        self.root.join("kernels")
+    }
+
     /// A fresh name under `tmp/`, for a file that `install` will move into place.
     pub(crate) fn scratch(&self) -> PathBuf {
         let serial = self.serial.fetch_add(1, Ordering::Relaxed);

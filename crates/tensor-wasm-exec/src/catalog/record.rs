@@ -92,6 +92,23 @@ pub enum Flavor {
     Concurrent,
 }
 
+/// Where a function's linear memory comes from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryKind {
+    /// From the engine's pool, a copy-on-write image of the module's: quickest to start.
+    #[default]
+    Pooled,
+    /// From memory that the device sees in place, so that kernels may be passed pointers into it.
+    Pinned,
+}
+
+impl MemoryKind {
+    fn is_pooled(&self) -> bool {
+        *self == MemoryKind::Pooled
+    }
+}
+
 /// What a function's author chooses.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -109,6 +126,12 @@ pub struct Settings {
     /// A tighter memory limit than the tenant's.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_bytes: Option<u64>,
+    /// It may use the GPU.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub gpu: bool,
+    /// Where its linear memory comes from.
+    #[serde(skip_serializing_if = "MemoryKind::is_pooled")]
+    pub memory: MemoryKind,
     /// Environment variables of the guest.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,

@@ -2,12 +2,13 @@
 //!
 //! `running.rs` is the call a guest runs for, `state.rs` what its store holds, `budget.rs` the memory it may take,
 //! `stdio.rs` where its output goes, `value.rs` the JSON its exports are called with. The siblings `core.rs`, `component.rs`, `command.rs` and `http.rs` each call one
-//! kind of guest, and `supervise.rs` drives any of them under a deadline. Nothing here knows tenants' queues or routes.
+//! kind of guest, `supervise.rs` drives any of them under a deadline, and `gpu/` is what they may ask of the device. Nothing here knows tenants' queues or routes.
 
 pub(crate) mod budget;
 pub(crate) mod command;
 pub(crate) mod component;
 pub(crate) mod core;
+pub(crate) mod gpu;
 pub mod http;
 pub(crate) mod running;
 pub(crate) mod state;

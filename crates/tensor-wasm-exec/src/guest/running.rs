@@ -8,14 +8,17 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use tokio::runtime::Handle;
+use tokio::sync::SetOnce;
 
 use super::http::Outbound;
 use super::stdio::{Captured, Sink};
 use crate::admission::Account;
 use crate::catalog::Serving;
 use crate::invoke::Usage;
+use crate::kernels::Kernels;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
+use crate::pinned::PinnedMemories;
 
 /// What all calls of a runtime share and their guests may reach. Not the pool: kept instances hold their last call, so
 /// that would be a circle.
@@ -26,6 +29,9 @@ pub(crate) struct Surroundings {
     pub background: Handle,
     pub metrics: Arc<Metrics>,
     pub logs: Arc<Logs>,
+    /// Kernels on the device, once it is open, or why there is none.
+    pub kernels: SetOnce<Result<Kernels, String>>,
+    pub pinned: Arc<PinnedMemories>,
 }
 
 pub(crate) struct RunningCall {

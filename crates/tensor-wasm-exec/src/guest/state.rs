@@ -15,6 +15,7 @@ use wasmtime_wasi::{WasiCtx, WasiCtxView, WasiView};
 use wasmtime_wasi_http::{WasiHttpCtx, WasiHttpCtxView, WasiHttpHooks, WasiHttpView};
 
 use super::budget::Budget;
+use super::gpu::Session;
 use super::running::{Given, RunningCall, Surroundings};
 use super::stdio::{Output, Sink, Which};
 use super::supervise;
@@ -40,6 +41,8 @@ pub(crate) struct State {
     table: ResourceTable,
     http: WasiHttpCtx,
     hooks: Hooks,
+    /// What it has of the device, once it has asked for it.
+    pub session: Option<Box<Session>>,
     is_counted: bool,
 }
 
@@ -65,6 +68,7 @@ pub(crate) fn store(engine: &wasmtime::Engine, call: &Arc<RunningCall>, given: O
             table,
             http,
             hooks: Hooks::default(),
+            session: None,
             is_counted: false,
         },
     );

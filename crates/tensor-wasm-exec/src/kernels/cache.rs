@@ -53,7 +53,9 @@ impl Image {
     }
 
     pub(crate) fn sites(&self) -> Vec<Place> {
-        self.sites.iter().map(|(function, offset)| Place { function: function.clone(), offset: *offset }).collect()
+        // As people wrote them, without the hash that mangled names end with.
+        let name = |function: &str| format!("{:#}", rustc_demangle::demangle(function));
+        self.sites.iter().map(|(function, offset)| Place { function: name(function), offset: *offset }).collect()
     }
 
     fn bytes(&self) -> usize {

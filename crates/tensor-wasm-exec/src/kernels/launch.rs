@@ -1,7 +1,7 @@
 //! One launch: from arguments to parameters, from a number in a record to a sentence.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tensor_wasm_gpu::{Completion, Grid, Handle, Param, Params, Pinned};
@@ -61,7 +61,7 @@ impl Argument {
 
 /// A launch under way. Dropping it does not stop it; cancelling does.
 pub struct Launch {
-    under_way: Option<(Completion, Record)>,
+    under_way: Option<(Completion, Arc<Record>)>,
     number: u64,
     image: Arc<Image>,
     /// How long it may take.
@@ -128,7 +128,7 @@ impl Seat {
         let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
         let completion = self.tenant.launch(&loaded, grid, &Params::new(params))?;
         drop(launches);
-        let under_way = Some((completion, record));
+        let under_way = Some((completion, Arc::new(record)));
         Ok(Launch { under_way, number, image, budget, ended: None, background: self.background.clone() })
     }
 
@@ -195,13 +195,27 @@ impl Launch {
         }
     }
 
-    pub fn is_over(&self) -> bool {
-        self.under_way.is_none()
+    /// What stops it, whoever has it.
+    pub fn canceller(&self) -> Canceller {
+        let record = self.under_way.as_ref().map_or_else(Weak::new, |(_, record)| Arc::downgrade(record));
+        Canceller { record, number: self.number }
+    }
+}
+
+/// Stops a launch that is under way.
+pub struct Canceller {
+    record: Weak<Record>,
+    number: u64,
+}
+
+impl Canceller {
+    pub fn is_under_way(&self) -> bool {
+        self.record.strong_count() > 0
     }
 
-    /// Has the device stop it, within some milliseconds.
+    /// Has the device stop the launch, within some milliseconds.
     pub fn cancel(&self) {
-        if let Some((_, record)) = &self.under_way {
+        if let Some(record) = self.record.upgrade() {
             let _ = record.page.write(record.offset + u64::from(RECORD.cancelled), &self.number.to_le_bytes());
         }
     }

@@ -19,7 +19,7 @@ use tokio::runtime::Handle;
 use self::cache::{Images, Options};
 use crate::HashMap;
 
-pub use self::launch::{Argument, Launch};
+pub use self::launch::{Argument, Canceller, Launch};
 
 /// Kernels of one tenant that stay loaded; the device's compiler takes milliseconds for each.
 const LOADED_MAX: usize = 64;
@@ -42,6 +42,8 @@ pub enum KernelError {
     Deadline(String),
     #[error("{0}")]
     Denied(String),
+    #[error("{0}")]
+    Busy(String),
 }
 
 /// Kernels on one device, for all tenants.
@@ -160,8 +162,10 @@ impl Kernels {
 /// PTX, a cubin or a fat binary: what a driver would load.
 fn is_device_code(bytes: &[u8]) -> bool {
     let text = bytes.trim_ascii_start();
-    let starts = [&b"//"[..], b".version", b".target", b"\x7fELF", b"\x50\xed\x55\xba"];
-    starts.iter().any(|start| text.starts_with(start))
+    let starts = [&b"//"[..], b".version", b".target", b"\x50\xed\x55\xba"];
+    // The machine that an ELF file is for.
+    let is_cubin = bytes.starts_with(b"\x7fELF") && bytes.get(18..20) == Some(&[190, 0]);
+    is_cubin || starts.iter().any(|start| text.starts_with(start))
 }
 
 impl KernelModule {
@@ -179,6 +183,11 @@ impl KernelModule {
 
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.kernels.iter().map(|(name, _)| &**name)
+    }
+
+    /// Whether it has a kernel of that name, and if not why.
+    pub fn has(&self, name: &str) -> Result<(), KernelError> {
+        self.kernel(name).map(drop)
     }
 
     fn kernel(&self, name: &str) -> Result<&(Arc<str>, Vec<Ty>), KernelError> {

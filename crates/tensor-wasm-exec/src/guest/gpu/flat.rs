@@ -1,0 +1,389 @@
+//! The same for core modules: functions of module `wasi:cuda/host@0.2.0` on numbers and addresses. Negative results are
+//! errors; what was wrong is the last error's text.
+
+use std::sync::Arc;
+
+use slab::Slab;
+use tensor_wasm_gpu::{Buffer, DeviceError, Handle};
+use wasmtime::{Caller, Extern, Linker, Memory};
+
+use super::State;
+use crate::kernels::{Argument, KernelError, KernelModule, Launch};
+
+const MODULE: &str = "wasi:cuda/host@0.2.0";
+
+/// Kernels and buffers of an instance, counted together.
+const HANDLES_MAX: usize = 10_000;
+
+/// Bytes of packed arguments.
+const ARGS_BYTES_MAX: usize = 4096;
+
+/// What an instance holds by number.
+#[derive(Default)]
+pub(crate) struct Flat {
+    kernels: Slab<(Arc<KernelModule>, String)>,
+    buffers: Slab<Held>,
+    /// Launches since the last time the guest waited.
+    launches: Vec<Launch>,
+    last_error: String,
+}
+
+struct Held {
+    buffer: Buffer,
+    bytes: u64,
+}
+
+/// What a function returns instead of a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+enum Code {
+    Denied = -1,
+    OutOfMemory = -2,
+    OutOfRange = -3,
+    InvalidModule = -4,
+    NoSuchKernel = -5,
+    InvalidLaunch = -6,
+    Trap = -7,
+    Deadline = -8,
+    DeviceLost = -9,
+    Busy = -10,
+    NoSuchHandle = -11,
+    Failed = -12,
+}
+
+/// An error of the guest's to handle.
+struct Refused(Code, String);
+
+impl From<KernelError> for Refused {
+    fn from(error: KernelError) -> Refused {
+        let code = match &error {
+            KernelError::Refused(tensor_wasm_jit::Refusal::NoSuchKernel { .. }) => Code::NoSuchKernel,
+            KernelError::Refused(_) => Code::InvalidModule,
+            KernelError::Arguments(_) => Code::InvalidLaunch,
+            KernelError::Trap(_) => Code::Trap,
+            KernelError::Deadline(_) => Code::Deadline,
+            KernelError::Denied(_) => Code::Denied,
+            KernelError::Busy(_) => Code::Busy,
+            KernelError::Device(error) => match error {
+                DeviceError::OutOfMemory { .. } | DeviceError::OverQuota { .. } => Code::OutOfMemory,
+                DeviceError::OutOfRange { .. } | DeviceError::ZeroSize => Code::OutOfRange,
+                DeviceError::BadModule { .. } => Code::InvalidModule,
+                DeviceError::NoSuchKernel { .. } => Code::NoSuchKernel,
+                DeviceError::BadParams { .. } | DeviceError::BadLaunch { .. } => Code::InvalidLaunch,
+                DeviceError::DeviceLost { .. } => Code::DeviceLost,
+                DeviceError::Busy { .. } => Code::Busy,
+                DeviceError::StaleHandle
+                | DeviceError::ForeignHandle
+                | DeviceError::Unsupported { .. }
+                | DeviceError::Refused { .. } => Code::Failed,
+            },
+        };
+        Refused(code, error.to_string())
+    }
+}
+
+impl From<DeviceError> for Refused {
+    fn from(error: DeviceError) -> Refused {
+        KernelError::from(error).into()
+    }
+}
+
+type Answer<T> = Result<T, Refused>;
+
+pub(crate) fn add_to_linker(linker: &mut Linker<State>) -> wasmtime::Result<()> {
+    linker.func_wrap_async(MODULE, "wasi_cuda_load_ptx", |caller, args: (u32, u32, u32, u32)| {
+        Box::new(async move {
+            let mut guest = Guest(caller);
+            let loaded = guest.load(args).await;
+            guest.answer(loaded)
+        })
+    })?;
+    linker.func_wrap_async(
+        MODULE,
+        "wasi_cuda_launch",
+        |caller, args: (i64, u32, u32, u32, u32, u32, u32, u32, u32, u32)| {
+            Box::new(async move {
+                let mut guest = Guest(caller);
+                let launched = guest.launch(args).await;
+                guest.answer(launched).map(low)
+            })
+        },
+    )?;
+    linker.func_wrap_async(MODULE, "wasi_cuda_sync", |caller, (): ()| {
+        Box::new(async move {
+            let mut guest = Guest(caller);
+            let ended = guest.sync().await;
+            guest.answer(ended).map(low)
+        })
+    })?;
+    linker.func_wrap_async(MODULE, "wasi_cuda_alloc", |caller, (bytes,): (i64,)| {
+        Box::new(async move {
+            let mut guest = Guest(caller);
+            let allocated = guest.alloc(bytes).await;
+            guest.answer(allocated)
+        })
+    })?;
+    linker.func_wrap(MODULE, "wasi_cuda_free", |caller: Caller<'_, State>, handle: i64| {
+        let mut guest = Guest(caller);
+        let freed = guest.free(handle);
+        guest.answer(freed).map(low)
+    })?;
+    linker.func_wrap_async(MODULE, "wasi_cuda_memcpy_h2d", |caller, args: (i64, i64, u32, u32)| {
+        Box::new(async move {
+            let mut guest = Guest(caller);
+            let copied = guest.write(args).await;
+            guest.answer(copied).map(low)
+        })
+    })?;
+    linker.func_wrap_async(MODULE, "wasi_cuda_memcpy_d2h", |caller, args: (u32, i64, i64, u32)| {
+        Box::new(async move {
+            let mut guest = Guest(caller);
+            let copied = guest.read(args).await;
+            guest.answer(copied).map(low)
+        })
+    })?;
+    linker.func_wrap(MODULE, "wasi_cuda_last_error_len", |mut caller: Caller<'_, State>| {
+        i32::try_from(caller.data_mut().session().flat.last_error.len()).unwrap_or(i32::MAX)
+    })?;
+    linker.func_wrap(MODULE, "wasi_cuda_last_error_copy", |caller: Caller<'_, State>, at: u32, len: u32| {
+        Guest(caller).copy_error(at, len).map(low)
+    })?;
+    Ok(())
+}
+
+fn low(value: i64) -> i32 {
+    i32::try_from(value).unwrap_or(i32::MAX)
+}
+
+/// A core module that calls one of the functions above.
+struct Guest<'a>(Caller<'a, State>);
+
+fn no_such(what: &str, handle: i64) -> Refused {
+    Refused(Code::NoSuchHandle, format!("there is no {what} {handle}"))
+}
+
+fn index(handle: i64, first: i64) -> Option<usize> {
+    usize::try_from(handle.checked_sub(first)?).ok()
+}
+
+/// Buffers are numbered from 1 on, so that 0 is none.
+const FIRST_BUFFER: i64 = 1;
+
+impl Guest<'_> {
+    /// What the guest gets: a result, or the number of an error, whose text it may ask for. Addresses that are not its own end
+    /// it.
+    fn answer(&mut self, answer: wasmtime::Result<Answer<i64>>) -> wasmtime::Result<i64> {
+        Ok(answer?.unwrap_or_else(|Refused(code, text)| {
+            self.0.data_mut().session().flat.last_error = text;
+            code as i64
+        }))
+    }
+
+    fn memory(&mut self) -> wasmtime::Result<Memory> {
+        match self.0.get_export("memory") {
+            Some(Extern::Memory(memory)) => Ok(memory),
+            _ => Err(wasmtime::Error::msg("the module exports no memory named \"memory\"")),
+        }
+    }
+
+    fn bytes(&mut self, at: u32, len: u32) -> wasmtime::Result<&mut [u8]> {
+        let memory = self.memory()?;
+        let (at, len) = (at as usize, len as usize);
+        let bytes = memory.data_mut(&mut self.0).get_mut(at..at.saturating_add(len));
+        bytes.ok_or_else(|| wasmtime::Error::msg(format!("{len} bytes at {at} do not lie in the module's memory")))
+    }
+
+    fn flat(&mut self) -> &mut Flat {
+        &mut self.0.data_mut().session().flat
+    }
+
+    fn has_room(&mut self) -> Answer<()> {
+        let flat = self.flat();
+        match flat.kernels.len() + flat.buffers.len() < HANDLES_MAX {
+            true => Ok(()),
+            false => Err(Refused(Code::OutOfMemory, format!("it holds {HANDLES_MAX} kernels and buffers already"))),
+        }
+    }
+
+    async fn load(&mut self, (code, code_len, entry, entry_len): (u32, u32, u32, u32)) -> wasmtime::Result<Answer<i64>> {
+        let wasm = self.bytes(code, code_len)?.to_vec();
+        let entry = String::from_utf8_lossy(self.bytes(entry, entry_len)?).into_owned();
+        if let Err(refused) = self.has_room() {
+            return Ok(Err(refused));
+        }
+        let module = match self.0.data_mut().kernel_module(wasm).await {
+            Ok(module) => module,
+            Err(error) => return Ok(Err(error.into())),
+        };
+        if let Err(error) = module.has(&entry) {
+            return Ok(Err(error.into()));
+        }
+        let number = self.flat().kernels.insert((module, entry));
+        Ok(Ok(i64::try_from(number).unwrap_or(i64::MAX)))
+    }
+
+    async fn launch(
+        &mut self,
+        (kernel, gx, gy, gz, bx, by, bz, shared_bytes, args, args_len): (
+            i64,
+            u32,
+            u32,
+            u32,
+            u32,
+            u32,
+            u32,
+            u32,
+            u32,
+            u32,
+        ),
+    ) -> wasmtime::Result<Answer<i64>> {
+        let found = index(kernel, 0).and_then(|at| self.flat().kernels.get(at).cloned());
+        let Some((module, name)) = found else { return Ok(Err(no_such("kernel", kernel))) };
+        let invalid = |why: &str| Ok(Err(Refused(Code::InvalidLaunch, why.to_owned())));
+        if shared_bytes != 0 {
+            return invalid("a kernel asks for shared memory itself, with kernel.shared; pass 0");
+        }
+        if args_len as usize > ARGS_BYTES_MAX {
+            return invalid("the arguments have more than 4096 bytes");
+        }
+        let packed = self.bytes(args, args_len)?.to_vec();
+        let arguments = match self.arguments(&packed) {
+            Ok(arguments) => arguments,
+            Err(refused) => return Ok(Err(refused)),
+        };
+        let launch = self.0.data_mut().launch(&module, &name, [gx, gy, gz], [bx, by, bz], &arguments).await;
+        match launch {
+            Ok(launch) => {
+                self.flat().launches.push(launch);
+                Ok(Ok(0))
+            }
+            Err(error) => Ok(Err(error.into())),
+        }
+    }
+
+    /// Reads packed arguments: a tag each, and a value behind it.
+    fn arguments(&mut self, packed: &[u8]) -> Answer<Vec<Argument>> {
+        let mut rest = packed;
+        let mut arguments = Vec::new();
+        let cut = || Refused(Code::InvalidLaunch, "the packed arguments end in the middle of one".to_owned());
+        while let Some((tag, after)) = rest.split_first() {
+            let len = match tag {
+                1 | 3 | 5 => 4,
+                2 | 4 | 6 | 7 | 8 => 8,
+                other => {
+                    let why = format!("{other:#04x} is no tag of an argument; tags are 01 to 08");
+                    return Err(Refused(Code::InvalidLaunch, why));
+                }
+            };
+            let (value, after) = after.split_at_checked(len).ok_or_else(cut)?;
+            rest = after;
+            let mut whole = [0; 8];
+            whole[..len].copy_from_slice(value);
+            let bits = u64::from_le_bytes(whole);
+            let half = u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(0);
+            arguments.push(match tag {
+                1 | 5 => Argument::I32(half.cast_signed()),
+                2 | 6 => Argument::I64(bits.cast_signed()),
+                3 => Argument::F32(f32::from_bits(half)),
+                4 => Argument::F64(f64::from_bits(bits)),
+                7 => self.pointer(u64::from(half), bits >> 32)?,
+                _ => Argument::Buffer(self.buffer(bits.cast_signed())?.0),
+            });
+        }
+        Ok(arguments)
+    }
+
+    /// A pointer into the guest's own memory, where the device sees that.
+    fn pointer(&mut self, offset: u64, bytes: u64) -> Answer<Argument> {
+        let memory = self.memory().map_err(|error| Refused(Code::InvalidLaunch, error.to_string()))?;
+        let size = memory.data_size(&self.0) as u64;
+        if offset + bytes > size {
+            return Err(DeviceError::OutOfRange { offset, len: bytes, size }.into());
+        }
+        let base = memory.data_ptr(&self.0) as usize;
+        match self.0.data().call().surroundings.pinned.find(base) {
+            Some(memory) => Ok(Argument::Pinned { memory, offset, bytes }),
+            None => {
+                let why = "the device does not see the module's memory; deploy it with --memory pinned, or pass buffers";
+                Err(Refused(Code::InvalidLaunch, why.to_owned()))
+            }
+        }
+    }
+
+    fn buffer(&mut self, handle: i64) -> Answer<(Handle, u64)> {
+        let held = index(handle, FIRST_BUFFER).and_then(|at| self.flat().buffers.get(at));
+        held.map(|held| (held.buffer.handle(), held.bytes)).ok_or_else(|| no_such("buffer", handle))
+    }
+
+    /// Waits for every launch; the first that went wrong is the error.
+    async fn sync(&mut self) -> wasmtime::Result<Answer<i64>> {
+        let mut launches = std::mem::take(&mut self.flat().launches);
+        let mut first = Ok(0);
+        for launch in &mut launches {
+            let ended = launch.wait().await;
+            if first.is_ok() {
+                first = ended.map(|()| 0).map_err(Refused::from);
+            }
+        }
+        Ok(first)
+    }
+
+    async fn alloc(&mut self, bytes: i64) -> wasmtime::Result<Answer<i64>> {
+        if let Err(refused) = self.has_room() {
+            return Ok(Err(refused));
+        }
+        let bytes = bytes.cast_unsigned();
+        let allocated = match self.0.data_mut().seat().await {
+            Ok(seat) => seat.tenant.buffer(bytes).map_err(KernelError::from),
+            Err(error) => Err(error),
+        };
+        Ok(match allocated {
+            Ok(buffer) => {
+                let number = self.flat().buffers.insert(Held { buffer, bytes });
+                Ok(i64::try_from(number).unwrap_or(i64::MAX - 1) + FIRST_BUFFER)
+            }
+            Err(error) => Err(error.into()),
+        })
+    }
+
+    fn free(&mut self, handle: i64) -> wasmtime::Result<Answer<i64>> {
+        let held = index(handle, FIRST_BUFFER).and_then(|at| self.flat().buffers.try_remove(at));
+        Ok(held.map(|_| 0).ok_or_else(|| no_such("buffer", handle)))
+    }
+
+    async fn write(&mut self, (handle, offset, at, len): (i64, i64, u32, u32)) -> wasmtime::Result<Answer<i64>> {
+        let (buffer, _) = match self.buffer(handle) {
+            Ok(found) => found,
+            Err(refused) => return Ok(Err(refused)),
+        };
+        let seat = match self.0.data_mut().seat().await {
+            Ok(seat) => seat,
+            Err(error) => return Ok(Err(error.into())),
+        };
+        let bytes = self.bytes(at, len)?;
+        let written = seat.tenant.write(buffer, offset.cast_unsigned(), bytes).await;
+        Ok(written.map(|()| 0).map_err(Refused::from))
+    }
+
+    async fn read(&mut self, (at, handle, offset, len): (u32, i64, i64, u32)) -> wasmtime::Result<Answer<i64>> {
+        let (buffer, _) = match self.buffer(handle) {
+            Ok(found) => found,
+            Err(refused) => return Ok(Err(refused)),
+        };
+        let seat = match self.0.data_mut().seat().await {
+            Ok(seat) => seat,
+            Err(error) => return Ok(Err(error.into())),
+        };
+        let bytes = self.bytes(at, len)?;
+        let read = seat.tenant.read(buffer, offset.cast_unsigned(), bytes).await;
+        Ok(read.map(|()| 0).map_err(Refused::from))
+    }
+
+    fn copy_error(&mut self, at: u32, len: u32) -> wasmtime::Result<i64> {
+        let text = self.flat().last_error.clone();
+        let len = text.len().min(len as usize);
+        let bytes = self.bytes(at, u32::try_from(len).unwrap_or(0))?;
+        bytes.copy_from_slice(&text.as_bytes()[..len]);
+        Ok(i64::try_from(len).unwrap_or(0))
+    }
+}
