@@ -6,6 +6,7 @@
 
 mod cold;
 mod invoke;
+mod kernels;
 mod peers;
 mod report;
 mod run;
@@ -35,6 +36,10 @@ enum Comparison {
     Run,
     /// Starting with many functions deployed.
     Cold,
+    /// Kernels on the CPU, against the same loops in Rust.
+    Kernels,
+    /// What a guest waits for a launch on a GPU, against raw driver calls.
+    Guest,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -43,5 +48,7 @@ fn main() -> anyhow::Result<()> {
         Comparison::Invoke => invoke::compare(),
         Comparison::Run => run::compare(),
         Comparison::Cold => cold::compare(),
+        Comparison::Kernels => kernels::compare(),
+        Comparison::Guest => kernels::guest(),
     }
 }

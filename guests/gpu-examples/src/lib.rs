@@ -15,6 +15,16 @@ const KERNELS: &[u8] = include_bytes!(env!("EXAMPLE_KERNELS"));
 /// Items of a group where a kernel does not say how many.
 const ITEMS: u32 = 256;
 
+fn launch_latency(rounds: u32) -> Result<Vec<u64>, Error> {
+    let kernels = Kernels::load(KERNELS)?;
+    let once = |_| {
+        let began = monotonic_clock::now();
+        kernels.launch("empty", Grid::linear(1, 1), &[])?.wait()?;
+        Ok(monotonic_clock::now() - began)
+    };
+    (0..rounds).map(once).collect()
+}
+
 /// Launches that are waited for together. More would wait in the device's queue, which has an end.
 const LAUNCHES_MAX: usize = 64;
 
@@ -77,6 +87,10 @@ impl Guest for Examples {
 
     fn heat(width: u32, height: u32, steps: u32, field: Vec<f32>) -> Result<Vec<f32>, String> {
         heat(width, height, steps, &field).map_err(text)
+    }
+
+    fn launch_latency(rounds: u32) -> Result<Vec<u64>, String> {
+        launch_latency(rounds).map_err(text)
     }
 
     fn wait_beside(rounds: u32) -> Result<u32, String> {

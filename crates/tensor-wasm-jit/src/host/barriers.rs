@@ -8,7 +8,7 @@ use wasm_encoder::{BlockType, Instruction, MemArg};
 
 use super::emit::Emitter;
 use super::locals::Locals;
-use super::memory::{OWN, load, store};
+use super::memory::{OWN, store};
 use crate::ir::{Access, Body, Op, Reg};
 
 /// A context begins with the number of the barrier an item waits at, 0 for one that has not begun.
@@ -194,9 +194,7 @@ impl Emitter<'_> {
         }
         for (k, reg) in live.iter().enumerate() {
             self.local_get(self.own.context);
-            let instruction = load(self.body.ty(*reg), whole(self, *reg), MemArg { align: 2, ..place(k) });
-            self.put(instruction);
-            self.set(*reg);
+            self.load_to(*reg, whole(self, *reg), MemArg { align: 2, ..place(k) });
         }
         self.i32(0);
         self.local_set(self.own.resume);

@@ -6,12 +6,12 @@ use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 
 use super::barriers::{Barriers, DONE};
 use super::locals::Locals;
-use super::memory::{OWN, Region, What};
+use super::memory::{OWN, Region, What, load};
 use super::{CALL, Plan};
 use crate::facts::Facts;
 use crate::groups::{self, Groups};
 use crate::image::RECORD;
-use crate::ir::{Bin, Body, Id, Label, Math, Op, Reg, Site, TrapKind, Ty, Un, low_half};
+use crate::ir::{Access, Bin, Body, Id, Label, Math, Op, Reg, Site, TrapKind, Ty, Un, low_half};
 use crate::lower::SHARED_ADDRESS;
 
 /// Limits of windows that are computed before the first item; others are computed where they are needed.
@@ -172,12 +172,47 @@ impl Emitter<'_> {
         self.put(Instruction::LocalTee(local));
     }
 
-    /// Pushes a register.
+    /// Pushes a register, as one number.
     pub(super) fn get(&mut self, reg: Reg) {
-        let known = self.facts.constant(reg);
+        let (known, ty) = (self.facts.constant(reg), self.body.ty(reg));
+        let Some(local) = self.locals.slot(reg).filter(|_| known.is_none()) else {
+            return self.constant(ty, known.unwrap_or(0));
+        };
+        self.local_get(local);
+        match ty {
+            Ty::F32 if self.is_wide(ty) => self.put(Instruction::F32x4ExtractLane(0)),
+            Ty::F64 if self.is_wide(ty) => self.put(Instruction::F64x2ExtractLane(0)),
+            _ => {}
+        }
+    }
+
+    fn is_wide(&self, ty: Ty) -> bool {
+        self.locals.wide.is(ty)
+    }
+
+    /// Pushes a register as it is held.
+    fn get_held(&mut self, reg: Reg) {
+        let (known, ty) = (self.facts.constant(reg), self.body.ty(reg));
         match self.locals.slot(reg).filter(|_| known.is_none()) {
             Some(local) => self.local_get(local),
-            None => self.constant(self.body.ty(reg), known.unwrap_or(0)),
+            None if self.is_wide(ty) => {
+                let bits = known.unwrap_or(0);
+                let half = u128::from(bits) & u128::from(u32::MAX);
+                let all = match ty {
+                    Ty::F32 => half | half << 32 | half << 64 | half << 96,
+                    _ => u128::from(bits) | u128::from(bits) << 64,
+                };
+                self.put(Instruction::V128Const(all.cast_signed()));
+            }
+            None => self.constant(ty, known.unwrap_or(0)),
+        }
+    }
+
+    /// Sets a register to what was pushed as it is held.
+    fn set_held(&mut self, reg: Reg) {
+        match self.locals.slot(reg) {
+            Some(local) => self.local_set(local),
+            None => self.put(Instruction::Drop),
         }
     }
 
@@ -190,11 +225,24 @@ impl Emitter<'_> {
         }
     }
 
+    /// Sets a register to one number, which was pushed.
     pub(super) fn set(&mut self, reg: Reg) {
-        match self.locals.slot(reg) {
-            Some(local) => self.local_set(local),
-            None => self.put(Instruction::Drop),
+        match self.body.ty(reg) {
+            Ty::F32 if self.is_wide(Ty::F32) => self.put(Instruction::F32x4Splat),
+            Ty::F64 if self.is_wide(Ty::F64) => self.put(Instruction::F64x2Splat),
+            _ => {}
         }
+        self.set_held(reg);
+    }
+
+    /// Sets a register to what is loaded from an address, which was pushed.
+    pub(super) fn load_to(&mut self, reg: Reg, access: Access, at: MemArg) {
+        match self.body.ty(reg) {
+            Ty::F32 if self.is_wide(Ty::F32) => self.put(Instruction::V128Load32Splat(at)),
+            Ty::F64 if self.is_wide(Ty::F64) => self.put(Instruction::V128Load64Splat(at)),
+            ty => self.put(load(ty, access, at)),
+        }
+        self.set_held(reg);
     }
 
     /// Pushes a float's bits as they are to be seen: of the NaNs that operations make there is only one.
@@ -590,12 +638,18 @@ impl Emitter<'_> {
             }
             Op::Const { .. } => {}
             Op::Move { to, from } => {
-                self.get(*from);
-                self.set(*to);
+                self.get_held(*from);
+                self.set_held(*to);
             }
             Op::Un { op, to, a, site } => self.unary(*op, *to, *a, *site),
             Op::Bin { op, to, a, b, site } => {
                 self.division(*op, *a, *b, *site);
+                if let Some(instruction) = wide_binary(*op).filter(|_| self.is_wide(op.to())) {
+                    self.get_held(*a);
+                    self.get_held(*b);
+                    self.put(instruction);
+                    return self.set_held(*to);
+                }
                 match op {
                     Bin::F32Copysign | Bin::F64Copysign => {
                         self.get_observed(*a);
@@ -617,8 +671,11 @@ impl Emitter<'_> {
                         self.get_observed(*b);
                     }
                     false => {
-                        self.get(*a);
-                        self.get(*b);
+                        self.get_held(*a);
+                        self.get_held(*b);
+                        self.get(*condition);
+                        self.put(Instruction::Select);
+                        return self.set_held(*to);
                     }
                 }
                 self.get(*condition);
@@ -721,6 +778,11 @@ impl Emitter<'_> {
             self.put(Instruction::I32Or);
             self.trap_if(Class::Kind(TrapKind::IntegerOverflow));
         }
+        if let Some(instruction) = wide_unary(op).filter(|_| self.is_wide(op.to())) {
+            self.get_held(a);
+            self.put(instruction);
+            return self.set_held(to);
+        }
         let is_seen = matches!(op, Un::I32ReinterpretF32 | Un::I64ReinterpretF64 | Un::F32Neg | Un::F64Neg);
         match is_seen {
             true => self.get_observed(a),
@@ -759,30 +821,16 @@ impl Emitter<'_> {
         match op {
             // Wasm has no fused multiplication of single numbers, but of vectors, which whoever compiles this is told to
             // round once.
-            Math::FmaF32 => {
-                for reg in operands {
-                    self.get(*reg);
-                    self.put(Instruction::F32x4Splat);
-                }
-                self.put(Instruction::F32x4RelaxedMadd);
-                self.put(Instruction::F32x4ExtractLane(0));
+            Math::FmaF32 | Math::FmaF64 => {
+                operands.iter().for_each(|reg| self.get_held(*reg));
+                self.put(match op {
+                    Math::FmaF32 => Instruction::F32x4RelaxedMadd,
+                    _ => Instruction::F64x2RelaxedMadd,
+                });
+                return self.set_held(to);
             }
-            Math::FmaF64 => {
-                for reg in operands {
-                    self.get(*reg);
-                    self.put(Instruction::F64x2Splat);
-                }
-                self.put(Instruction::F64x2RelaxedMadd);
-                self.put(Instruction::F64x2ExtractLane(0));
-            }
-            Math::SqrtF32 => {
-                self.get(operands[0]);
-                self.put(Instruction::F32Sqrt);
-            }
-            Math::SqrtF64 => {
-                self.get(operands[0]);
-                self.put(Instruction::F64Sqrt);
-            }
+            Math::SqrtF32 => return self.unary(Un::F32Sqrt, to, operands[0], Site(0)),
+            Math::SqrtF64 => return self.unary(Un::F64Sqrt, to, operands[0], Site(0)),
             Math::RsqrtF32 => {
                 self.put(Instruction::F32Const(1.0_f32.into()));
                 self.get(operands[0]);
@@ -841,6 +889,31 @@ impl Emitter<'_> {
             }
         }
     }
+}
+
+/// Operations that are done to vectors as to numbers.
+fn wide_unary(op: Un) -> Option<Instruction<'static>> {
+    Some(match op {
+        Un::F32Abs => Instruction::F32x4Abs,
+        Un::F32Sqrt => Instruction::F32x4Sqrt,
+        Un::F64Abs => Instruction::F64x2Abs,
+        Un::F64Sqrt => Instruction::F64x2Sqrt,
+        _ => return None,
+    })
+}
+
+fn wide_binary(op: Bin) -> Option<Instruction<'static>> {
+    Some(match op {
+        Bin::F32Add => Instruction::F32x4Add,
+        Bin::F32Sub => Instruction::F32x4Sub,
+        Bin::F32Mul => Instruction::F32x4Mul,
+        Bin::F32Div => Instruction::F32x4Div,
+        Bin::F64Add => Instruction::F64x2Add,
+        Bin::F64Sub => Instruction::F64x2Sub,
+        Bin::F64Mul => Instruction::F64x2Mul,
+        Bin::F64Div => Instruction::F64x2Div,
+        _ => return None,
+    })
 }
 
 fn word(at: u32) -> MemArg {

@@ -5,7 +5,7 @@
 use wasm_encoder::ValType;
 
 use crate::facts::Facts;
-use crate::ir::{Body, Op, Reg, Ty};
+use crate::ir::{Body, Math, Op, Reg, Ty};
 
 /// From the first operation that assigns a register to the last before which it is needed.
 #[derive(Debug, Clone, Copy)]
@@ -19,27 +19,52 @@ pub(super) struct Locals {
     slots: Vec<Option<u32>>,
     /// The types of all locals, in order.
     pub types: Vec<ValType>,
+    pub wide: Wide,
 }
 
-pub(super) fn value_type(ty: Ty) -> ValType {
-    match ty {
-        Ty::I32 => ValType::I32,
-        Ty::I64 => ValType::I64,
-        Ty::F32 => ValType::F32,
-        Ty::F64 => ValType::F64,
+/// Which floats are held as vectors of as many as fit, all of them the same. Where numbers are multiplied and added at once,
+/// which is possible for vectors only, making vectors of them every time would take longer than everything else.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Wide {
+    f32: bool,
+    f64: bool,
+}
+
+impl Wide {
+    fn of(body: &Body) -> Wide {
+        let has = |math: Math| body.ops.iter().any(|op| matches!(op, Op::Math { op, .. } if *op == math));
+        Wide { f32: has(Math::FmaF32), f64: has(Math::FmaF64) }
+    }
+
+    pub(super) fn is(self, ty: Ty) -> bool {
+        match ty {
+            Ty::F32 => self.f32,
+            Ty::F64 => self.f64,
+            Ty::I32 | Ty::I64 => false,
+        }
+    }
+
+    fn value_type(self, ty: Ty) -> ValType {
+        match ty {
+            _ if self.is(ty) => ValType::V128,
+            Ty::I32 => ValType::I32,
+            Ty::I64 => ValType::I64,
+            Ty::F32 => ValType::F32,
+            Ty::F64 => ValType::F64,
+        }
     }
 }
 
 impl Locals {
     /// Parameters keep theirs: they are the same for every work item. Constants have none.
     pub(super) fn of(body: &Body, facts: &Facts) -> Locals {
-        let spans = spans(body, facts);
+        let (spans, wide) = (spans(body, facts), Wide::of(body));
         let mut types = Vec::new();
         let mut slots = vec![None; body.types.len()];
         let number = |types: &Vec<ValType>| u32::try_from(types.len()).unwrap_or(u32::MAX);
         for reg in &body.params {
             slots[reg.0 as usize] = Some(number(&types));
-            types.push(value_type(body.ty(*reg)));
+            types.push(wide.value_type(body.ty(*reg)));
         }
         let is_param = |reg: &usize| body.params.iter().any(|param| param.0 as usize == *reg);
         let mut order: Vec<usize> = (0..spans.len()).filter(|reg| spans[*reg].is_some() && !is_param(reg)).collect();
@@ -57,13 +82,13 @@ impl Locals {
             }
             let kind = ty as usize;
             let slot = free[kind].pop().unwrap_or_else(|| {
-                types.push(value_type(ty));
+                types.push(wide.value_type(ty));
                 number(&types) - 1
             });
             slots[reg] = Some(slot);
             ends.push(std::cmp::Reverse((span.to, kind, slot)));
         }
-        Locals { spans, slots, types }
+        Locals { spans, slots, types, wide }
     }
 
     /// None for what nothing assigns, which nothing reads that is ever reached.

@@ -261,8 +261,7 @@ impl Emitter<'_> {
         address(self);
         match what {
             What::Load { to, access } => {
-                self.put(load(self.body.ty(to), access, at));
-                self.set(to);
+                self.load_to(to, access, at);
             }
             What::Store { value, access } => {
                 self.get_observed(value);
