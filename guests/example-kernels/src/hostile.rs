@@ -39,6 +39,23 @@ pub unsafe extern "C" fn half_a_barrier(out: *mut u32) {
     unsafe { *out.add(global_id(0)) = 1 }
 }
 
+/// One item in 32 divides by zero, deep in a branch that the others do not take; they wait for it at a barrier.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn one_lane(zero: u32, out: *mut u32) {
+    let i = local_id(0);
+    let mut number = i as u32;
+    if i % 32 == 7 {
+        for round in 0..i as u32 + 3 {
+            if number & 1 == 0 || round > i as u32 {
+                number = number.wrapping_add(unsafe { (round + 1) / NonZero::new_unchecked(zero) });
+            }
+            number = number.wrapping_mul(3) ^ round;
+        }
+    }
+    barrier();
+    unsafe { *out.add(global_id(0)) = number }
+}
+
 /// Takes its time: every item goes through a sequence of numbers and leaves where it arrived.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn spin(rounds: u32, out: *mut u32) {

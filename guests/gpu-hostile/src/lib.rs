@@ -14,6 +14,9 @@ const PTX: &[u8] = b".version 8.0
 .visible .entry k() { ret; }
 ";
 
+/// More than any device runs at once.
+const EVERYWHERE: Grid = Grid { groups: [4096, 1, 1], items: [256, 1, 1] };
+
 const ONE: Grid = Grid { groups: [1; 3], items: [1; 3] };
 
 /// A group of 256, which is more than a warp: some of what goes wrong does so between warps.
@@ -25,11 +28,16 @@ impl Guest for Hostile {
     }
 
     fn endless() -> String {
-        text(buffer(16).and_then(|out| launch("endless", ONE, &[(&out).into()])?.wait()))
+        text(buffer(16).and_then(|out| launch("endless", EVERYWHERE, &[(&out).into()])?.wait()))
     }
 
     fn half_a_barrier() -> String {
         text(buffer(256).and_then(|out| launch("half_a_barrier", GROUP, &[(&out).into()])?.wait()))
+    }
+
+    fn one_lane() -> String {
+        let grid = Grid { groups: [64, 1, 1], items: [256, 1, 1] };
+        text(buffer(64 * 256).and_then(|out| launch("one_lane", grid, &[0.into(), (&out).into()])?.wait()))
     }
 
     fn divide_by_zero() -> String {

@@ -196,6 +196,7 @@ fn hostile_kernels_get_the_right_error_and_the_next_tenant_notices_nothing() {
             ("out-of-bounds", json!([]), "out of bounds memory access"),
             ("endless", json!([]), "took longer than 1s"),
             ("divide-by-zero", json!([]), "integer divide by zero"),
+            ("one-lane", json!([]), "integer divide by zero"),
             ("panics", json!([]), "unreachable code was reached"),
             ("too-large", json!([]), "2147483648"),
             ("too-many-items", json!([]), "1048576"),
