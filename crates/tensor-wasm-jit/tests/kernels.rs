@@ -12,6 +12,8 @@
     reason = "a test that goes wrong says so"
 )]
 
+mod math;
+
 use std::process::Command;
 
 use rand::rngs::StdRng;
