@@ -13,6 +13,7 @@ mod instructions;
 mod ir;
 mod loops;
 mod lower;
+mod pressure;
 mod profile;
 mod ptx;
 mod refusal;
