@@ -374,6 +374,26 @@ fn traps_say_what_and_where() {
 }
 
 #[test]
+fn every_way_back_to_a_loop_is_stopped_and_polls_in_one_place() {
+    let continues: String =
+        (0..40).map(|n| format!("(br_if $l (i32.eq (local.get $which) (i32.const {n})))")).collect();
+    let table = "$l $out ".repeat(20);
+    let wasm = wat(&format!(
+        r#"(func (export "k") (param $which i32) (param $n i32)
+             (block $out (loop $l {continues} (br_table {table} $l $out (local.get $n)))))"#
+    ));
+    for (which, n, stops) in
+        [(0, 0, true), (39, 1, true), (40, 0, true), (40, 38, true), (40, 1, false), (40, 77, false)]
+    {
+        let trap = launch_within(&wasm, "k", [1; 3], [1; 3], &[Arg::I32(which), Arg::I32(n)], 50_000_000).trap;
+        assert_eq!(trap.map(|trap| trap.kind), stops.then_some(TrapKind::Deadline), "{which}, {n}");
+    }
+    let image = Program::read(&wasm).unwrap().compile("k", &[false, false]).unwrap();
+    // One for the loop, one as the kernel begins.
+    assert_eq!(image.ptx.matches("%globaltimer").count(), 2);
+}
+
+#[test]
 fn items_that_trap_before_a_barrier_hold_up_nobody() {
     // Every third item divides by zero; the others meet at the barrier.
     let wasm = wat(r#"(func (export "k") (param $out i32) (local $i i32) (local $s i32)

@@ -113,6 +113,8 @@ struct Emitter<'b> {
     /// Operations that were written more than once.
     copied: usize,
     asides: u32,
+    /// The code in which a loop polls, by its label.
+    polls: HashMap<u32, String>,
     /// Accesses that are checked together, by the numbers of their operations; and those that were, by their groups: the state
     /// space and a register with the address of the lowest.
     groups: Groups,
@@ -152,6 +154,7 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<Kern
         skipped: HashSet::new(),
         copied: 0,
         asides: 0,
+        polls: HashMap::new(),
         groups: Groups::default(),
         checked: HashMap::new(),
         checks: 0,
