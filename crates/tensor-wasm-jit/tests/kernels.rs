@@ -13,6 +13,7 @@
 )]
 
 mod math;
+mod snapshots;
 
 use std::process::Command;
 
