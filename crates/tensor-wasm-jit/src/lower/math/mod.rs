@@ -81,7 +81,6 @@ struct Numbers {
     /// Bits after the point.
     mantissa: u32,
     bias: u64,
-    infinity: f64,
     smallest_normal: f64,
     /// Brings what is smaller up to it, and the power of two that it is.
     up: (f64, u64),
@@ -89,7 +88,7 @@ struct Numbers {
     round: f64,
     /// All but the lower half of the bits after the point: the product of two numbers cut so is exact.
     cut: u64,
-    /// What `exp` and `exp2` make zero, and what they make infinite.
+    /// What `exp` and `exp2` make zero of, and what infinity.
     exp_ends: (f64, f64),
     exp2_ends: (f64, f64),
     /// Its first part times an exponent is exact.
@@ -102,7 +101,7 @@ struct Numbers {
     exp2: &'static [f64],
     /// Bits of the smallest number that a mantissa is made; the largest is less than twice as large.
     log_from: u64,
-    /// The larger of these is 1 less what is left of its distance from 1.
+    /// Below this it is a polynomial, and so more than half of 1 beyond.
     tanh_small: f64,
     /// `(tanh(x) / x - 1) / x²`, of the square.
     tanh: &'static [f64],
@@ -125,7 +124,6 @@ static SINGLE: Numbers = Numbers {
     ty: Ty::F32,
     mantissa: 23,
     bias: 127,
-    infinity: f64::INFINITY,
     smallest_normal: f32::MIN_POSITIVE as f64,
     up: (8_388_608.0, 23),
     round: 12_582_912.0,
@@ -146,7 +144,6 @@ static DOUBLE: Numbers = Numbers {
     ty: Ty::F64,
     mantissa: 52,
     bias: 1023,
-    infinity: f64::INFINITY,
     smallest_normal: f64::MIN_POSITIVE,
     up: (18_014_398_509_481_984.0, 54),
     round: 6_755_399_441_055_744.0,
@@ -495,7 +492,7 @@ impl Expand<'_, '_, '_> {
     /// What a logarithm is where it is not `found`: of zero, of what is negative, of infinity and of a NaN.
     fn log_ends(&mut self, x: Reg, found: Reg) -> Reg {
         let (infinity, minus_infinity, zero) =
-            (self.number(self.n.infinity), self.number(-self.n.infinity), self.number(0.0));
+            (self.number(f64::INFINITY), self.number(-f64::INFINITY), self.number(0.0));
         let nan = self.sub(infinity, infinity);
         let twice = self.add(x, x);
         let is_negative = self.lt(x, zero);
@@ -714,7 +711,7 @@ impl Expand<'_, '_, '_> {
 
     /// The rest of what C says about powers, `found` being that of a positive finite number.
     fn pow_ends(&mut self, x: Reg, y: Reg, size: Reg, found: Reg) -> Reg {
-        let (zero, one, infinity) = (self.number(0.0), self.number(1.0), self.number(self.n.infinity));
+        let (zero, one, infinity) = (self.number(0.0), self.number(1.0), self.number(f64::INFINITY));
         // Of zero and infinity.
         let (is_zero, is_infinite, is_up) = (self.eq(size, zero), self.eq(size, infinity), self.gt(y, zero));
         let is_end = self.bin(Bin::I32Or, is_zero, is_infinite);
@@ -732,7 +729,7 @@ impl Expand<'_, '_, '_> {
         let signed = self.copysign(one, x);
         let sign = self.select(is_odd, signed, one);
         let found = self.mul(found, sign);
-        let minus_infinity = self.number(-self.n.infinity);
+        let minus_infinity = self.number(-f64::INFINITY);
         let (is_negative, is_finite) = (self.lt(x, zero), self.gt(x, minus_infinity));
         let is_bad = self.bin(Bin::I32And, is_negative, is_finite);
         let is_bad = self.bin(Bin::I32And, is_bad, is_broken);
