@@ -223,6 +223,27 @@ fn double_precision_is_right_to_the_last_place() {
     }
 }
 
+/// A loop that counts is copied, and with it what a function branches on.
+#[test]
+fn functions_in_loops_that_count_are_the_same() {
+    let pairs: Vec<(f64, f64)> = (0..64).map(|n| (f64::from(n) * 1e5 - 1e6, 0.0)).collect();
+    let numbers: Vec<u8> = pairs.iter().flat_map(|(x, _)| x.to_le_bytes()).collect();
+    let wasm = wat::parse_str(
+        r#"(module (import "kernel" "sin_f64" (func $sin (param f64) (result f64))) (memory 1)
+            (func (export "k") (param $n i32) (param $x i32) (param $out i32) (local $i i32)
+              (loop $l
+                (f64.store (local.get $out) (call $sin (f64.load (local.get $x))))
+                (local.set $x (i32.add (local.get $x) (i32.const 8)))
+                (local.set $out (i32.add (local.get $out) (i32.const 8)))
+                (br_if $l (i32.ne (local.tee $i (i32.add (local.get $i) (i32.const 1))) (local.get $n))))))"#,
+    )
+    .unwrap();
+    let args = [Arg::I32(64), Arg::Buffer(numbers.clone()), Arg::Buffer(vec![0; numbers.len()])];
+    let done = launch(&wasm, "k", [1; 3], [1; 3], &args);
+    assert_eq!(done.trap, None);
+    assert_eq!(done.buffers[1], compute("sin", "f64", &pairs));
+}
+
 fn ulp_single(x: f64) -> f64 {
     let x = (x as f32).abs().max(f32::MIN_POSITIVE);
     f64::from(f32::from_bits(x.to_bits() + 1)) - f64::from(x)
