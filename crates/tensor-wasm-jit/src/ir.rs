@@ -557,6 +557,55 @@ impl Op {
             _ => None,
         }
     }
+
+    /// Every register that it reads.
+    pub(crate) fn uses(&self, mut visit: impl FnMut(Reg)) {
+        match self {
+            Op::Move { from: reg, .. }
+            | Op::Un { a: reg, .. }
+            | Op::Id { dimension: reg, .. }
+            | Op::Load { at: Address { base: reg, .. }, .. }
+            | Op::AtomicLoad { at: Address { base: reg, .. }, .. }
+            | Op::If { condition: reg, .. }
+            | Op::BranchIf { condition: reg, .. }
+            | Op::BranchTable { index: reg, .. } => visit(*reg),
+            Op::Bin { a, b, .. }
+            | Op::Store { at: Address { base: a, .. }, value: b, .. }
+            | Op::AtomicStore { at: Address { base: a, .. }, value: b, .. }
+            | Op::CheckRange { start: a, count: b, .. } => [*a, *b].into_iter().for_each(visit),
+            Op::Math { operands, .. } => operands.iter().copied().for_each(visit),
+            Op::Select { condition, a, b, .. } => [*condition, *a, *b].into_iter().for_each(visit),
+            Op::Atomic { at, value, expected, .. } => [at.base, *value, *expected].into_iter().for_each(visit),
+            Op::Const { .. }
+            | Op::Shared { .. }
+            | Op::Barrier { .. }
+            | Op::Fence
+            | Op::Trap { .. }
+            | Op::Block { .. }
+            | Op::Loop { .. }
+            | Op::Else { .. }
+            | Op::End { .. }
+            | Op::Branch { .. }
+            | Op::Return => {}
+        }
+    }
+
+    /// The place in the source that it is blamed on.
+    pub(crate) fn site(&self) -> Option<Site> {
+        match self {
+            Op::Un { site, .. }
+            | Op::Bin { site, .. }
+            | Op::Barrier { site }
+            | Op::Load { site, .. }
+            | Op::Store { site, .. }
+            | Op::AtomicLoad { site, .. }
+            | Op::AtomicStore { site, .. }
+            | Op::Atomic { site, .. }
+            | Op::CheckRange { site, .. }
+            | Op::Trap { site, .. } => Some(*site),
+            _ => None,
+        }
+    }
 }
 
 impl Op {

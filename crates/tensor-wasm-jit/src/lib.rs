@@ -15,6 +15,7 @@ mod instructions;
 mod ir;
 mod loops;
 mod lower;
+mod pressure;
 mod profile;
 mod ptx;
 mod refusal;

@@ -35,7 +35,9 @@ pub enum Refusal {
     Shared { bytes_max: u32, place: Place },
     #[error("with everything it calls it has more than {ops_max} operations ({place}); split it into smaller kernels")]
     TooLong { ops_max: usize, place: Place },
-    #[error("it keeps more than {values_max} values alive at once ({place}); the GPU's compiler would take minutes")]
+    #[error(
+        "it keeps more than {values_max} values alive at once ({place}), for which the GPU's compiler would take minutes; split it, or keep some of them in memory"
+    )]
     TooManyValues { values_max: usize, place: Place },
     #[error("there is no kernel {name:?}; there are: {known}")]
     NoSuchKernel { name: String, known: String },

@@ -1,6 +1,7 @@
 //! Calls: of other functions, which are put in their place, of imports, through the table; and the instructions on ranges of
 //! memory, which are loops here.
 
+use super::math::Function;
 use super::{Frame, Known, Lower, SHARED_BYTES_MAX};
 use crate::ir::{Access, Address, Bin, Id, Label, Math, Op, Reg, Site, TrapKind, Ty};
 use crate::refusal::Refusal;
@@ -17,6 +18,9 @@ type Types = Vec<Option<Ty>>;
 fn signature(name: &str) -> Option<(Types, Types)> {
     if let Some(op) = Math::named(name) {
         return Some((vec![Some(op.from()); op.operands()], vec![Some(op.to())]));
+    }
+    if let Some(function) = Function::named(name) {
+        return Some((vec![Some(function.ty); function.operands()], vec![Some(function.ty)]));
     }
     match name {
         "barrier" => Some((Vec::new(), Vec::new())),
@@ -64,6 +68,14 @@ impl Lower<'_, '_> {
             let at = |n: usize| operands.get(n).copied().unwrap_or(*first);
             let to = self.register(op.to());
             self.push(Op::Math { op, to, operands: [at(0), at(1), at(2)] });
+            frame.operands.push(to);
+            return Ok(());
+        }
+        if let Some(function) = Function::named(name) {
+            let y = frame.pop();
+            let x = if function.operands() == 2 { frame.pop() } else { y };
+            let site = self.site(frame);
+            let to = self.expand(function, x, y, site);
             frame.operands.push(to);
             return Ok(());
         }

@@ -6,6 +6,7 @@
 //! each of them is moved into one. So a register holds one thing, however compilers share locals between several.
 
 mod calls;
+mod math;
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;

@@ -88,11 +88,16 @@ impl Emitter<'_> {
         }
     }
 
-    /// Code that looks whether the launch has to stop, and goes on with a loop if not.
+    /// Code that looks whether the launch has to stop, and goes on with a loop if not: once for each loop, however many ways
+    /// lead back to its beginning.
     pub(super) fn poll_aside(&mut self, label: Label) -> String {
+        if let Some(name) = self.polls.get(&label.0) {
+            return name.clone();
+        }
         self.asides += 1;
         let name = format!("P{}", self.asides);
         self.poll_aside_to(&name, &format!("L{}", label.0));
+        self.polls.insert(label.0, name.clone());
         name
     }
 

@@ -34,6 +34,7 @@ use crate::facts::Facts;
 use crate::image::{CONTROL, KernelImage, Param, RECORD};
 use crate::ir::{Access, Bin, Body, Id, Label, Op, Reg, Site, TrapKind, Ty, Un, low_half};
 use crate::lower::{OPS_MAX, SHARED_ADDRESS};
+use crate::pressure;
 use crate::refusal::{Place, Refusal};
 
 /// Operations that a work item does in loops between two polls: some milliseconds on a device that is full.
@@ -111,6 +112,8 @@ struct Emitter<'b> {
     /// Operations that were written more than once.
     copied: usize,
     asides: u32,
+    /// The code in which a loop polls, by its label.
+    polls: HashMap<u32, String>,
     /// Accesses that are checked together, by the numbers of their operations; and those that were, by their groups: the state
     /// space and a register with the address of the lowest.
     groups: Groups,
@@ -128,6 +131,7 @@ const TEMPS: [(&str, &str); 6] =
     [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32")];
 
 pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
+    pressure::check(body)?;
     let mut emitter = Emitter {
         body,
         facts: Facts::of(body, windows),
@@ -149,6 +153,7 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<Kern
         skipped: HashSet::new(),
         copied: 0,
         asides: 0,
+        polls: HashMap::new(),
         groups: Groups::default(),
         checked: HashMap::new(),
         checks: 0,

@@ -1,0 +1,21 @@
+//! Any bytes as a kernel module: read, and every export compiled in every way there is. Nothing may panic or take long; the
+//! time is the fuzzer's `-timeout`.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use tensor_wasm_jit::Program;
+
+fuzz_target!(|bytes: &[u8]| {
+    let Ok(program) = Program::read(bytes) else { return };
+    for (name, params) in program.exports() {
+        if params.is_ok()
+            && let Ok(windows) = program.pointers(name)
+        {
+            // A refusal is an answer, and always the same one.
+            let refused = program.compile(name, &windows).err();
+            assert_eq!(refused, program.compile_small(name, &windows).err());
+        }
+        drop(program.compile_call(name));
+    }
+});
