@@ -682,6 +682,9 @@ impl Emitter<'_> {
     /// Shared memory and the stack hold what an earlier launch left there, anybody's: they begin as zeros.
     fn zero(&mut self) {
         let body = self.body;
+        if body.stack_bytes == 0 && body.shared_bytes == 0 {
+            return;
+        }
         let (at, q) = (self.b64(), self.pred());
         if body.stack_bytes > 0 {
             put!(self, "mov.b64 {at}, 0;");
