@@ -27,6 +27,9 @@ numbers!(i8 u8 i16 u16 i32 u32 i64 u64 f32 f64);
 impl<T: Pod, const N: usize> sealed::Sealed for [T; N] {}
 impl<T: Pod, const N: usize> Pod for [T; N] {}
 
+/// What is copied at once: a host bounds what it takes of a guest's memory in one call.
+const PIECE_BYTES: usize = 16 << 20;
+
 /// `len` elements on the device. It is freed when it is dropped; launches that were asked for before still find it.
 ///
 /// Everything that is asked of the device is done in the order it was asked, so a read after a launch sees what the launch
@@ -62,13 +65,23 @@ impl<T: Pod> Buffer<T> {
 
     /// Writes elements from the `at`-th on. The slice may be changed as soon as this returns.
     pub fn write(&self, at: usize, elements: &[T]) -> Result<()> {
-        Ok(self.raw.write(bytes::<T>(at), bytemuck::cast_slice(elements))?)
+        let mut offset = bytes::<T>(at);
+        for piece in bytemuck::cast_slice::<T, u8>(elements).chunks(PIECE_BYTES) {
+            self.raw.write(offset, piece)?;
+            offset += piece.len() as u64;
+        }
+        Ok(())
     }
 
     /// Waits for everything that was asked before.
     pub fn read(&self, elements: Range<usize>) -> Result<Vec<T>> {
         let (offset, bytes) = span::<T>(elements)?;
-        Ok(bytemuck::pod_collect_to_vec(&self.raw.read(offset, bytes)?))
+        let mut all = Vec::new();
+        while (all.len() as u64) < bytes {
+            let piece = (bytes - all.len() as u64).min(PIECE_BYTES as u64);
+            all.extend(self.raw.read(offset + all.len() as u64, piece)?);
+        }
+        Ok(bytemuck::pod_collect_to_vec(&all))
     }
 
     pub fn to_vec(&self) -> Result<Vec<T>> {

@@ -170,8 +170,7 @@ fn compare_mandelbrot(bench: &Bench, report: &mut Report) -> anyhow::Result<()> 
         Argument::I32(iterations_max),
         Argument::Buffer(out.handle()),
     ];
-    let ours =
-        || bench.launch("mandelbrot", [(WIDTH / 16) as u32, (HEIGHT / 16) as u32, 1], [16, 16, 1], &arguments);
+    let ours = || bench.launch("mandelbrot", [(WIDTH / 16) as u32, (HEIGHT / 16) as u32, 1], [16, 16, 1], &arguments);
     let mut pixels = vec![0_u32; WIDTH * HEIGHT];
     // In as many pieces as there are rows, so that both sides' threads end together.
     let mut theirs = || {
@@ -238,7 +237,8 @@ fn compare_nbody(bench: &Bench, report: &mut Report) -> anyhow::Result<()> {
         native.push(theirs());
     }
     let found = bench.download(&to, 4 * N)?;
-    let worst = found.iter().zip(out.as_flattened()).map(|(a, b)| (f32::from_le_bytes(*a) - b).abs()).fold(0.0, f32::max);
+    let worst =
+        found.iter().zip(out.as_flattened()).map(|(a, b)| (f32::from_le_bytes(*a) - b).abs()).fold(0.0, f32::max);
     anyhow::ensure!(worst < 1e-3, "n-body is off by {worst}");
     let what = "8192 bodies, one step, in tiles with barriers, against two loops in Rust";
     report.ratio("cpu_kernels/nbody", what, median(own), (median(native), "Rust"), "ms", Goal::AtMost(1.3));

@@ -3,6 +3,7 @@
 
 mod client;
 mod commands;
+mod npy;
 mod table;
 
 use std::process::ExitCode;

@@ -38,6 +38,7 @@ pub struct Order {
     pub source: PathBuf,
     pub output: PathBuf,
     pub engine: config::Engine,
+    pub memory: MemoryKind,
     pub time_ms_max: u64,
     /// The server that wants it; without that server there is nobody to answer.
     pub parent: u32,
@@ -90,6 +91,7 @@ impl Compiler {
         engine_config: &config::Engine,
         revision: &Revision,
         account: &Account,
+        memory: MemoryKind,
     ) -> Result<Compiled, Failure> {
         let limits = &account.limits;
         let turn =
@@ -102,6 +104,7 @@ impl Compiler {
             source: catalog.files.source(revision),
             output: scratch.clone(),
             engine: engine_config.clone(),
+            memory,
             time_ms_max: limits.compile_ms_max,
             parent: std::process::id(),
         };
@@ -109,7 +112,7 @@ impl Compiler {
             Some(exe) => ask_worker(exe, &order).await,
             None => tokio::task::spawn_blocking(move || execute(&order)).await.map_err(|e| Bug(e.to_string()).into()),
         };
-        let result = install(catalog, engines, revision, limits, &scratch, answer).await;
+        let result = install(catalog, engines, (revision, memory), limits, &scratch, answer).await;
         if result.is_err() {
             let _ = std::fs::remove_file(&scratch);
         }
@@ -137,7 +140,7 @@ impl Drop for Turn<'_> {
 async fn install(
     catalog: &Catalog,
     engines: &Engines,
-    revision: &Revision,
+    (revision, memory): (&Revision, MemoryKind),
     limits: &Limits,
     scratch: &Path,
     answer: Result<Answer, Failure>,
@@ -151,7 +154,7 @@ async fn install(
         Answer::Compiled { kind, flavor, .. } => Compiled { kind, flavor },
     };
     let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
-    let engine = engines.id(compiled.flavor);
+    let engine = engines.id(compiled.flavor, memory);
     let digest = blake3::hash(&std::fs::read(scratch).map_err(storage)?).to_hex().to_string();
     // The digest is committed first: a crash in between leaves an old or absent file that does not match, which is
     // compiled again; never a file that is trusted without having been checked.
@@ -219,7 +222,7 @@ fn execute(order: &Order) -> Answer {
 fn try_execute(order: &Order) -> Result<Answer, String> {
     let source = std::fs::read(&order.source).map_err(|e| format!("{}: {e}", order.source.display()))?;
     let shape = shape_of(&source)?;
-    let settings = compiler_config(&order.engine, shape.flavor);
+    let settings = compiler_config(&order.engine, shape.flavor, order.memory);
     let engine = wasmtime::Engine::new(&settings).map_err(|e| format!("{e:#}"))?;
     let code = match shape.component {
         true => engine.precompile_component(&source),
@@ -314,8 +317,7 @@ pub(crate) fn load(
     flavor: Flavor,
     memory: MemoryKind,
 ) -> Option<Code> {
-    // Where memory comes from does not change the code.
-    let (engine, id) = (engines.get(flavor, memory), engines.id(flavor));
+    let (engine, id) = (engines.get(flavor, memory), engines.id(flavor, memory));
     let expected = catalog.artifact_digest(revision, id)?;
     let path = catalog.files.artifact(revision, id);
     let bytes = std::fs::read(&path).ok()?;
@@ -352,7 +354,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (source, output) = (dir.path().join("in"), dir.path().join("out"));
         std::fs::write(&source, wasm).unwrap();
-        let order = Order { source, output, engine: config::Engine::default(), time_ms_max: 1000, parent: 0 };
+        let order = Order {
+            source,
+            output,
+            engine: config::Engine::default(),
+            memory: MemoryKind::Pooled,
+            time_ms_max: 1000,
+            parent: 0,
+        };
         match execute(&order) {
             Answer::Refused { why } => why,
             Answer::Compiled { .. } => panic!("should be refused"),
@@ -379,8 +388,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (source, output) = (dir.path().join("in"), dir.path().join("out"));
         std::fs::write(&source, wat::parse_str("(module (memory 3) (func (export \"_start\")))").unwrap()).unwrap();
-        let order =
-            Order { source, output: output.clone(), engine: config::Engine::default(), time_ms_max: 1000, parent: 0 };
+        let order = Order {
+            source,
+            output: output.clone(),
+            engine: config::Engine::default(),
+            memory: MemoryKind::Pooled,
+            time_ms_max: 1000,
+            parent: 0,
+        };
         let Answer::Compiled { kind, flavor, memory_bytes_min } = execute(&order) else { panic!("should compile") };
         assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));
         // SAFETY: produced by `execute` above.

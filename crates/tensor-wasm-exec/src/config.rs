@@ -134,6 +134,8 @@ pub struct Limits {
     pub gpu_kernel_ms_max: u64,
     /// Multiprocessors of a GPU that the tenant's kernels run on; 0: all of them.
     pub gpu_multiprocessors: u32,
+    /// The tenant is trusted with the GPU: its functions may load PTX, which nothing fences. It gets a worker of its own.
+    pub gpu_raw_ptx: bool,
 }
 
 /// [`Limits`] with everything optional: what is absent is inherited.
@@ -159,6 +161,7 @@ pub struct LimitsOverride {
     pub gpu_memory_bytes_max: Option<u64>,
     pub gpu_kernel_ms_max: Option<u64>,
     pub gpu_multiprocessors: Option<u32>,
+    pub gpu_raw_ptx: Option<bool>,
 }
 
 const MIB: usize = 1 << 20;
@@ -236,6 +239,7 @@ impl Default for Limits {
             gpu_memory_bytes_max: GIB,
             gpu_kernel_ms_max: 10_000,
             gpu_multiprocessors: 0,
+            gpu_raw_ptx: false,
         }
     }
 }
@@ -280,7 +284,8 @@ impl Config {
             output_bytes_max,
             gpu_memory_bytes_max,
             gpu_kernel_ms_max,
-            gpu_multiprocessors
+            gpu_multiprocessors,
+            gpu_raw_ptx
         )
     }
 

@@ -44,6 +44,7 @@ pub struct Engines {
     pub(crate) pinned: Arc<PinnedMemories>,
     plain_id: String,
     concurrent_id: String,
+    on_device_id: String,
     clock: Arc<Clock>,
 }
 
@@ -51,18 +52,18 @@ impl Engines {
     /// The engines guests run on.
     pub fn new(config: &Config) -> wasmtime::Result<Engines> {
         let pooled = |flavor| {
-            let mut settings = compiler_config(&config.engine, flavor);
+            let mut settings = compiler_config(&config.engine, flavor, MemoryKind::Pooled);
             settings.allocation_strategy(InstanceAllocationStrategy::Pooling(pool(config)));
             wasmtime::Engine::new(&settings)
         };
         let (plain, concurrent) = (pooled(Flavor::Plain)?, pooled(Flavor::Concurrent)?);
         let pinned = Arc::<PinnedMemories>::default();
-        let mut settings = compiler_config(&config.engine, Flavor::Plain);
+        let mut settings = compiler_config(&config.engine, Flavor::Plain, MemoryKind::Pinned);
         settings.with_host_memory(Arc::new(Creator(pinned.clone())));
         let on_device = wasmtime::Engine::new(&settings)?;
         let clock = Clock::start(vec![plain.clone(), concurrent.clone(), on_device.clone()])?;
-        let (plain_id, concurrent_id) = (identity(&plain), identity(&concurrent));
-        Ok(Engines { plain_id, concurrent_id, plain, concurrent, on_device, pinned, clock })
+        let (plain_id, concurrent_id, on_device_id) = (identity(&plain), identity(&concurrent), identity(&on_device));
+        Ok(Engines { plain_id, concurrent_id, on_device_id, plain, concurrent, on_device, pinned, clock })
     }
 
     pub fn get(&self, flavor: Flavor, memory: MemoryKind) -> &wasmtime::Engine {
@@ -74,10 +75,11 @@ impl Engines {
     }
 
     /// A name for everything that compiled code depends on: version, target, flags. Artifacts are kept under it.
-    pub fn id(&self, flavor: Flavor) -> &str {
-        match flavor {
-            Flavor::Plain => &self.plain_id,
-            Flavor::Concurrent => &self.concurrent_id,
+    pub fn id(&self, flavor: Flavor, memory: MemoryKind) -> &str {
+        match (flavor, memory) {
+            (Flavor::Plain, MemoryKind::Pinned) => &self.on_device_id,
+            (Flavor::Plain, MemoryKind::Pooled) => &self.plain_id,
+            (Flavor::Concurrent, _) => &self.concurrent_id,
         }
     }
 
@@ -87,7 +89,7 @@ impl Engines {
 }
 
 /// What decides the compiled code. The compile worker uses it without a pool, which does not affect code.
-pub fn compiler_config(engine: &crate::config::Engine, flavor: Flavor) -> wasmtime::Config {
+pub fn compiler_config(engine: &crate::config::Engine, flavor: Flavor, memory: MemoryKind) -> wasmtime::Config {
     let mut config = wasmtime::Config::new();
     config
         .cranelift_opt_level(match engine.optimize {
@@ -104,7 +106,8 @@ pub fn compiler_config(engine: &crate::config::Engine, flavor: Flavor) -> wasmti
         .async_stack_size(engine.stack_bytes_max + HOST_STACK_BYTES)
         .memory_reservation(SLOT_MEMORY_BYTES)
         .memory_may_move(false)
-        .memory_init_cow(true)
+        // What a pinned memory begins with is copied into it: it is not the engine's to map.
+        .memory_init_cow(memory == MemoryKind::Pooled)
         // Shared memory would let a guest outlive its call on another thread.
         .wasm_threads(false)
         .concurrency_support(flavor == Flavor::Concurrent);

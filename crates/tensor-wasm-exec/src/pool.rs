@@ -211,13 +211,7 @@ impl Pool {
     }
 
     /// Resolves imports and lists exports. An import nobody provides is named in the rejection.
-    pub(crate) fn link(
-        &self,
-        code: Code,
-        kind: Kind,
-        flavor: Flavor,
-        memory: MemoryKind,
-    ) -> Result<Loaded, Rejection> {
+    pub(crate) fn link(&self, code: Code, kind: Kind, flavor: Flavor, memory: MemoryKind) -> Result<Loaded, Rejection> {
         let unlinked = |e: wasmtime::Error| Rejection::InvalidWasm { why: format!("{e:#}") };
         let entry = match code {
             Code::Module(module) => {
@@ -302,6 +296,10 @@ impl Pool {
 
     /// Takes an instance back for the function's next call, if there is room. Only for calls that ended well.
     pub(crate) fn keep(&self, loaded: &Loaded, function: &str, lease: Lease) {
+        // Pinned memory is scarce, and gone with the worker whose it was.
+        if loaded.memory == MemoryKind::Pinned {
+            return;
+        }
         let Some(counted) = Counted::take(&self.idle, self.idle_max) else { return };
         if lease.reuses >= REUSES_MAX {
             return;

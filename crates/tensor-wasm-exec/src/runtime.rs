@@ -13,7 +13,8 @@ use tokio::sync::SetOnce;
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
 use crate::catalog::{
-    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SourceError, StoreError, check_name, now_ms,
+    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SourceError, StoreError,
+    check_name, now_ms,
 };
 use crate::compile::Compiler;
 use crate::config::Config;
@@ -22,7 +23,7 @@ use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
 use crate::jobs::{Jobs, Recovered, Recovery};
-use crate::kernels::Kernels;
+use crate::kernels::{Kernels, Opener};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
 use crate::pool::{Loaded, Pool};
@@ -156,10 +157,19 @@ impl Runtime {
     /// Gives the runtime its device. Opening one takes a moment, which functions that need none do not wait for. The first
     /// one given stays.
     pub fn attach(&self, device: Device) {
+        self.attach_with(device, None);
+    }
+
+    /// The same, with a way to open other workers of the device, for tenants that are trusted with it.
+    pub fn attach_with(&self, device: Device, opener: Option<Opener>) {
         self.engines.pinned.attach(device.clone());
         let folder = self.catalog.files.kernels();
         let kernels = Kernels::new(device.clone(), Some(folder), self.background.clone());
-        if self.surroundings.kernels.set(Ok(kernels)).is_ok() {
+        let kernels = match opener {
+            Some(opener) => kernels.with_opener(opener),
+            None => kernels,
+        };
+        if self.surroundings.kernels.set(Ok(Arc::new(kernels))).is_ok() {
             let _ = self.device.set(device);
         }
     }
@@ -201,7 +211,7 @@ impl Runtime {
         let shape = match self.catalog.shape(&revision) {
             Some(shape) => shape,
             None => {
-                let compiled = self.compile(&revision, &account).await?;
+                let compiled = self.compile(&revision, &account, settings.memory).await?;
                 (compiled.kind, compiled.flavor)
             }
         };
@@ -255,14 +265,19 @@ impl Runtime {
                     return Err(Rejection::Quarantined { name, revision, why }.into());
                 }
             }
-            self.compile(id, account).await.map(drop)
+            self.compile(id, account, revision.settings.memory).await.map(drop)
         };
         self.pool.load(&self.catalog, id, revision.kind, revision.flavor, revision.settings.memory, recompile).await
     }
 
-    async fn compile(&self, revision: &Revision, account: &Account) -> Result<crate::compile::Compiled, Failure> {
+    async fn compile(
+        &self,
+        revision: &Revision,
+        account: &Account,
+        memory: MemoryKind,
+    ) -> Result<crate::compile::Compiled, Failure> {
         let compiled =
-            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, account).await;
+            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, account, memory).await;
         match &compiled {
             Ok(_) => self.metrics.compiles.inc(),
             Err(_) => self.metrics.compile_failures.inc(),
@@ -299,9 +314,11 @@ impl Runtime {
                     self.catalog.quarantine(&revision.revision, &why).await;
                     continue;
                 }
-                if self.catalog.artifact_digest(&revision.revision, self.engines.id(revision.flavor)).is_none() {
+                let memory = revision.settings.memory;
+                let engine = self.engines.id(revision.flavor, memory);
+                if self.catalog.artifact_digest(&revision.revision, engine).is_none() {
                     let account = self.admission.account(&function.tenant);
-                    if let Err(error) = self.compile(&revision.revision, &account).await {
+                    if let Err(error) = self.compile(&revision.revision, &account, memory).await {
                         tracing::error!(function = function.name, %error, "could not compile it for this engine");
                     }
                 }

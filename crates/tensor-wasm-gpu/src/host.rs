@@ -85,10 +85,15 @@ impl HostMemory {
 
     fn is_inside(&self, regions: &BTreeMap<u64, u64>, address: u64, bytes: u64) -> bool {
         let Some(end) = address.checked_add(bytes) else { return false };
-        let slab = self.slab.address(0) as u64;
-        let is_slab = address >= slab && end <= slab + self.slab.len() as u64;
+        let is_inside_slab = self.is_slab(address) && end <= self.slab.address(0) as u64 + self.slab.len() as u64;
         let region = regions.range(..=address).next_back();
-        is_slab || region.is_some_and(|(start, size)| end <= start + size)
+        is_inside_slab || region.is_some_and(|(start, size)| end <= start + size)
+    }
+
+    /// Whether an address is the slab's, which is shared out to others again and again.
+    pub fn is_slab(&self, address: u64) -> bool {
+        let start = self.slab.address(0) as u64;
+        (start..start + self.slab.len() as u64).contains(&address)
     }
 
     /// Copies bytes out; false if there is no such memory.

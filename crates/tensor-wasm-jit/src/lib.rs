@@ -64,6 +64,8 @@ impl Program<'_> {
                 format!("it has {} parameters, and buffers can only be given to those that are i32", body.params.len());
             return Err(Refusal::NotAKernel { name: kernel.to_owned(), why });
         }
+        // On every device alike, so that what runs on one runs on the others.
+        pressure::check(&body)?;
         Ok(body)
     }
 
@@ -77,6 +79,7 @@ impl Program<'_> {
     /// (globals from byte 512 on), and one that is the module's memory. For comparing with other engines.
     pub fn compile_call(&self, function: &str) -> Result<KernelImage, Refusal> {
         let body = lower::lower_call(self, function)?;
+        pressure::check(&body)?;
         let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
         ptx::emit(&body, &windows, false)
     }
@@ -84,6 +87,7 @@ impl Program<'_> {
     /// The same for a CPU.
     pub fn compile_host_call(&self, function: &str) -> Result<HostImage, Refusal> {
         let body = lower::lower_call(self, function)?;
+        pressure::check(&body)?;
         let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
         host::emit(&body, &windows)
     }

@@ -348,7 +348,8 @@ fn refuse<T>(what: &str) -> Result<T, Refusal> {
 }
 
 fn not_wasm(error: wasmparser::BinaryReaderError) -> Refusal {
-    Refusal::NotWasm { why: error.to_string() }
+    // On one line, as it may be shown anywhere.
+    Refusal::NotWasm { why: error.to_string().split_whitespace().collect::<Vec<_>>().join(" ") }
 }
 
 impl Ty {

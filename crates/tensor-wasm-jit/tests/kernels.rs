@@ -454,6 +454,15 @@ fn items_that_trap_before_a_barrier_hold_up_nobody() {
 }
 
 #[test]
+fn an_empty_buffer_reaches_into_no_other() {
+    for len in [0, 1, 3] {
+        let args = [Arg::I32(5), Arg::F32(2.0), Arg::Buffer(vec![0; len]), Arg::Buffer(vec![0; 64])];
+        let done = launch(&guest(), "saxpy", [1; 3], [8, 1, 1], &args);
+        assert_eq!(done.trap.map(|trap| trap.kind), Some(TrapKind::OutOfBounds), "{len} bytes");
+    }
+}
+
+#[test]
 fn shared_memory_and_the_stack_begin_as_zeros() {
     // Each item stores what it finds in shared memory and on its stack, then fills both.
     let wasm = wat(r#"(global $sp (mut i32) (i32.const 65536))

@@ -8,10 +8,16 @@ struct Hostile;
 
 const KERNELS: &[u8] = include_bytes!(env!("EXAMPLE_KERNELS"));
 
+/// Stores a number, as code that nothing fences.
 const PTX: &[u8] = b".version 8.0
 .target sm_75
 .address_size 64
-.visible .entry k() { ret; }
+.visible .entry k(.param .u64 out) {
+\t.reg .b64 %out;
+\tld.param.u64 %out, [out];
+\tst.global.u32 [%out], 42;
+\tret;
+}
 ";
 
 /// More than any device runs at once.
@@ -81,7 +87,15 @@ impl Guest for Hostile {
     }
 
     fn raw_ptx() -> String {
-        text(Kernels::load(PTX).map(drop))
+        let run = || {
+            let (kernels, out) = (Kernels::load(PTX)?, buffer(4)?);
+            kernels.launch("k", ONE, &[(&out).into()])?.wait()?;
+            out.to_vec()
+        };
+        match run() {
+            Ok(numbers) => format!("it ran: {numbers:?}"),
+            Err(error) => error.to_string(),
+        }
     }
 
     fn not_wasm() -> String {

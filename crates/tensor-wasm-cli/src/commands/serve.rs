@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 
 use tensor_wasm_api::{AuditTarget, Server, ServerOptions, Telemetry, Tokens};
 use tensor_wasm_exec::{Config, Runtime};
-use tensor_wasm_gpu::{Device, DeviceChoice, DeviceEvent, Events, OpenOptions, Placement};
+use tensor_wasm_gpu::{Device, DeviceChoice, DeviceEvent, DeviceKind, Events, OpenOptions, Placement};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{Ended, Failed};
@@ -69,7 +69,7 @@ impl Serve {
             eprintln!("warning: quarantined {}: {}", damage.what, damage.why);
         }
         match device {
-            Some(device) => attach(&runtime, device),
+            Some(device) => attach(&runtime, device, &options),
             None => open_later(&runtime, options)?,
         }
         let exporting = telemetry.is_exporting();
@@ -113,11 +113,8 @@ fn device_options(choice: DeviceChoice, exe: &std::path::Path, tell: Sender<Devi
             let _ = tell.send(event);
         }
     };
-    let placement = match choice {
-        // The CPU cannot be lost the way a GPU can.
-        DeviceChoice::Cpu => Placement::Thread,
-        _ => Placement::Process { exe: exe.to_owned(), args: vec!["device-worker".to_owned()] },
-    };
+    // The CPU too: what compiles and runs strangers' kernels is not the server.
+    let placement = Placement::Process { exe: exe.to_owned(), args: vec!["device-worker".to_owned()] };
     let host = tensor_wasm_exec::kernels::host::host_kernels();
     OpenOptions { choice, placement, events: Events(Some(Arc::new(listener))), host, ..OpenOptions::default() }
 }
@@ -126,7 +123,7 @@ fn device_options(choice: DeviceChoice, exe: &std::path::Path, tell: Sender<Devi
 fn open_later(runtime: &Arc<Runtime>, options: OpenOptions) -> Result<(), Failed> {
     let runtime = Arc::downgrade(runtime);
     let open = move || match Device::open(&options) {
-        Ok(device) => runtime.upgrade().into_iter().for_each(|runtime| attach(&runtime, device.clone())),
+        Ok(device) => runtime.upgrade().into_iter().for_each(|runtime| attach(&runtime, device.clone(), &options)),
         Err(error) => {
             tracing::error!(%error, "no device could be opened");
             runtime.upgrade().into_iter().for_each(|runtime| runtime.without_device(&error.to_string()));
@@ -136,13 +133,21 @@ fn open_later(runtime: &Arc<Runtime>, options: OpenOptions) -> Result<(), Failed
     spawned.map(drop).map_err(|e| Failed::No(e.to_string()))
 }
 
-fn attach(runtime: &Runtime, device: Device) {
+fn attach(runtime: &Runtime, device: Device, options: &OpenOptions) {
     let info = device.info();
     match device.fallback() {
         None => tracing::info!(device = info.kind.as_str(), name = info.name, "device ready"),
         Some(why) => tracing::info!(device = info.kind.as_str(), %why, "device ready; no GPU"),
     }
-    runtime.attach(device);
+    // The same device, in a worker of its own: a GPU that is there will still be there.
+    let choice = match (device.kind(), options.choice) {
+        (DeviceKind::Cpu, _) => DeviceChoice::Cpu,
+        (DeviceKind::Cuda, DeviceChoice::Cuda(index)) => DeviceChoice::Cuda(index),
+        (DeviceKind::Cuda, _) => DeviceChoice::Cuda(0),
+    };
+    let options = OpenOptions { choice, ..options.clone() };
+    let open = move || Device::open(&options).map_err(|error| error.to_string());
+    runtime.attach_with(device, Some(Arc::new(open)));
 }
 
 fn number<T: std::str::FromStr>(text: Option<String>, name: &str) -> Result<Option<T>, Failed> {

@@ -4,15 +4,22 @@ use std::process::Command;
 
 use crate::support::{EXE, Options, Server, stderr, stdout, tensor_wasm, wait_until};
 
-/// The process id of the server's device worker.
-fn worker(server: &Server) -> Option<i32> {
+/// The process ids of the server's device workers.
+pub fn workers(server: &Server) -> Vec<i32> {
     let tasks = format!("/proc/{0}/task", server.child.id());
-    std::fs::read_dir(tasks).unwrap().flatten().find_map(|task| {
+    let children = std::fs::read_dir(tasks).unwrap().flatten().filter_map(|task| {
         let children = std::fs::read_to_string(task.path().join("children")).ok()?;
-        children.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()).find(|pid| {
+        let is_worker = |pid: &i32| {
             std::fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("device-worker"))
-        })
-    })
+        };
+        let pids = children.split_whitespace().map(|pid| pid.parse::<i32>().unwrap());
+        Some(pids.filter(is_worker).collect::<Vec<_>>())
+    });
+    children.flatten().collect()
+}
+
+fn worker(server: &Server) -> Option<i32> {
+    workers(server).first().copied()
 }
 
 pub fn kill_worker(server: &Server) {

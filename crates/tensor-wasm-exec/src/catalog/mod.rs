@@ -16,7 +16,9 @@ use parking_lot::{Mutex, RwLock};
 use rand::Rng;
 
 pub(crate) use self::files::Files;
-pub use self::record::{Flavor, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, Share, check_name};
+pub use self::record::{
+    Flavor, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, Share, check_name,
+};
 pub use self::store::StoreError;
 use self::store::{Change, Read, Store, Table};
 use crate::HashMap;

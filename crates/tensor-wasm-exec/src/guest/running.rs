@@ -30,7 +30,7 @@ pub(crate) struct Surroundings {
     pub metrics: Arc<Metrics>,
     pub logs: Arc<Logs>,
     /// Kernels on the device, once it is open, or why there is none.
-    pub kernels: SetOnce<Result<Kernels, String>>,
+    pub kernels: SetOnce<Result<Arc<Kernels>, String>>,
     pub pinned: Arc<PinnedMemories>,
 }
 

@@ -5,6 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::SystemTime;
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -16,12 +17,15 @@ use crate::HashMap;
 /// Images in memory; beyond this, those that were not asked for the longest go.
 const MEMORY_BYTES_MAX: usize = 64 << 20;
 
+/// Images on disk; beyond this, those that were not read the longest go. They can be compiled again.
+const DISK_BYTES_MAX: u64 = 256 << 20;
+
 /// What a file begins with.
 const MAGIC: &[u8; 8] = b"TWKERN1\n";
 
 /// What makes an image what it is, besides its module.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) struct Options {
+pub struct Options {
     pub kind: DeviceKind,
     pub kernel: Arc<str>,
     /// Which parameters are given buffers, and whether those may be smaller than an access.
@@ -30,8 +34,8 @@ pub(crate) struct Options {
 }
 
 /// A kernel for one kind of device, ready to be loaded.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Image {
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Image {
     /// PTX, or Wasm for a CPU. Kept beside the rest in a file.
     #[serde(skip)]
     pub code: Vec<u8>,
@@ -42,7 +46,7 @@ pub(crate) struct Image {
 }
 
 impl Image {
-    pub(crate) fn compile(wasm: &[u8], options: &Options) -> Result<Image, Refusal> {
+    pub fn compile(wasm: &[u8], options: &Options) -> Result<Image, Refusal> {
         let program = Program::read(wasm)?;
         let Options { kind, kernel, windows, is_small } = options;
         Ok(match (kind, is_small) {
@@ -52,7 +56,7 @@ impl Image {
         })
     }
 
-    pub(crate) fn sites(&self) -> Vec<Place> {
+    pub fn sites(&self) -> Vec<Place> {
         // As people wrote them, without the hash that mangled names end with.
         let name = |function: &str| format!("{:#}", rustc_demangle::demangle(function));
         self.sites.iter().map(|(function, offset)| Place { function: name(function), offset: *offset }).collect()
@@ -88,9 +92,11 @@ impl From<HostImage> for Image {
 }
 
 /// The cache. Looking something up in memory takes well under a microsecond (`jit_compile/cache/warm_hit`).
-pub(crate) struct Images {
+pub struct Images {
     folder: Option<PathBuf>,
     memory: Mutex<Memory>,
+    /// Bytes of the files in the folder, as far as is known.
+    disk_bytes: AtomicU64,
     pub compiled: AtomicU64,
     pub from_disk: AtomicU64,
 }
@@ -109,17 +115,20 @@ struct Kept {
 
 impl Images {
     /// `folder` is where images are kept between two runs; without one they are kept in memory only.
-    pub(crate) fn new(folder: Option<PathBuf>) -> Images {
+    pub fn new(folder: Option<PathBuf>) -> Images {
         if let Some(folder) = &folder
             && let Err(error) = std::fs::create_dir_all(folder)
         {
             tracing::warn!(folder = %folder.display(), %error, "compiled kernels cannot be kept");
         }
-        Images { folder, memory: Mutex::default(), compiled: AtomicU64::new(0), from_disk: AtomicU64::new(0) }
+        let disk_bytes =
+            AtomicU64::new(folder.as_deref().map_or(0, |folder| files(folder).iter().map(|file| file.1).sum()));
+        let (compiled, from_disk) = (AtomicU64::new(0), AtomicU64::new(0));
+        Images { folder, memory: Mutex::default(), disk_bytes, compiled, from_disk }
     }
 
     /// An image that is in memory.
-    pub(crate) fn get(&self, module: blake3::Hash, options: &Options) -> Option<Arc<Image>> {
+    pub fn get(&self, module: blake3::Hash, options: &Options) -> Option<Arc<Image>> {
         let mut memory = self.memory.lock();
         memory.uses += 1;
         let now = memory.uses;
@@ -130,7 +139,7 @@ impl Images {
     }
 
     /// Reads an image from disk, or makes it. Takes milliseconds.
-    pub(crate) fn make(&self, module: blake3::Hash, wasm: &[u8], options: &Options) -> Result<Arc<Image>, Refusal> {
+    pub fn make(&self, module: blake3::Hash, wasm: &[u8], options: &Options) -> Result<Arc<Image>, Refusal> {
         let path = self.folder.as_ref().map(|folder| folder.join(name(module, options)));
         let found = path.as_deref().and_then(read);
         let image = match found {
@@ -141,16 +150,38 @@ impl Images {
             None => {
                 let image = Arc::new(Image::compile(wasm, options)?);
                 self.compiled.fetch_add(1, Ordering::Relaxed);
-                if let Some(path) = &path
-                    && let Err(error) = write(path, &image)
-                {
-                    tracing::warn!(file = %path.display(), %error, "a compiled kernel was not kept");
+                if let Some(path) = &path {
+                    match write(path, &image) {
+                        Ok(bytes) => self.written(path, bytes),
+                        Err(error) => tracing::warn!(file = %path.display(), %error, "a compiled kernel was not kept"),
+                    }
                 }
                 image
             }
         };
         self.keep(module, options.clone(), image.clone());
         Ok(image)
+    }
+
+    /// Makes room on disk, if there is more than there should be.
+    fn written(&self, path: &Path, bytes: u64) {
+        let Some(folder) = path.parent() else { return };
+        if self.disk_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes <= DISK_BYTES_MAX {
+            return;
+        }
+        let mut files = files(folder);
+        files.sort_by_key(|(_, _, modified)| *modified);
+        let mut left: u64 = files.iter().map(|(_, bytes, _)| bytes).sum();
+        for (path, bytes, _) in files {
+            // Well below, so that this is not done for every file from now on.
+            if left <= DISK_BYTES_MAX / 4 * 3 {
+                break;
+            }
+            if std::fs::remove_file(path).is_ok() {
+                left -= bytes;
+            }
+        }
+        self.disk_bytes.store(left, Ordering::Relaxed);
     }
 
     fn keep(&self, module: blake3::Hash, options: Options, image: Arc<Image>) {
@@ -219,7 +250,7 @@ fn name(module: blake3::Hash, options: &Options) -> String {
 }
 
 /// A file is what it begins with, the hash of the rest, the length of the description, the description, and the code.
-fn write(path: &Path, image: &Image) -> std::io::Result<()> {
+fn write(path: &Path, image: &Image) -> std::io::Result<u64> {
     let description = serde_json::to_vec(image)?;
     let mut rest = (description.len() as u64).to_le_bytes().to_vec();
     rest.extend_from_slice(&description);
@@ -237,13 +268,31 @@ fn write(path: &Path, image: &Image) -> std::io::Result<()> {
     if result.is_err() {
         let _ = std::fs::remove_file(&temporary);
     }
-    result
+    result.map(|()| (MAGIC.len() + blake3::OUT_LEN + rest.len()) as u64)
+}
+
+/// Files of a folder: their paths, sizes, and when they were last written or read.
+fn files(folder: &Path) -> Vec<(PathBuf, u64, SystemTime)> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let file = |entry: std::fs::DirEntry| {
+        let metadata = entry.metadata().ok().filter(std::fs::Metadata::is_file)?;
+        Some((entry.path(), metadata.len(), metadata.modified().unwrap_or(SystemTime::UNIX_EPOCH)))
+    };
+    entries.filter_map(file).collect()
 }
 
 /// Reads a file; none if it is not there or not what was written.
 fn read(path: &Path) -> Option<Image> {
     let bytes = std::fs::read(path).ok()?;
     let image = whole(&bytes);
+    if image.is_some() {
+        // Files that are read stay longest.
+        let touched =
+            std::fs::File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
+        if let Err(error) = touched {
+            tracing::debug!(file = %path.display(), %error, "a kept kernel was not touched");
+        }
+    }
     if image.is_none() {
         tracing::warn!(file = %path.display(), "a kept kernel is damaged; compiling it again");
         let _ = std::fs::remove_file(path);
@@ -285,7 +334,8 @@ mod tests {
         assert!(images.get(hash, &options).is_none());
         let made = images.make(hash, &wasm, &options).unwrap();
         assert!(Arc::ptr_eq(&made, &images.get(hash, &options).unwrap()));
-        let counts = |images: &Images| (images.compiled.load(Ordering::Relaxed), images.from_disk.load(Ordering::Relaxed));
+        let counts =
+            |images: &Images| (images.compiled.load(Ordering::Relaxed), images.from_disk.load(Ordering::Relaxed));
         assert_eq!(counts(&images), (1, 0));
         // Another run finds it on disk.
         let again = Images::new(Some(folder.path().to_owned()));

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{HostCode, HostKernels, HostLaunch, HostMemory, HostModule};
 use tensor_wasm_jit::{CALL, CONTROL, HostLayout, Param, RECORD, TrapKind, Ty};
-use wasmtime::{Engine, InstancePre, Linker, Memory, MemoryType, Module, SharedMemory, Store, TypedFunc, UpdateDeadline};
+use wasmtime::{
+    Engine, InstancePre, Linker, Memory, MemoryType, Module, SharedMemory, Store, TypedFunc, UpdateDeadline,
+};
 
 use crate::engine::Clock;
 
@@ -25,6 +27,14 @@ const ITEMS_PER_THREAD_MIN: u64 = 1 << 10;
 
 /// Into how many pieces a thread's part of a launch is cut, for those that are done sooner to help the others.
 const PIECES_PER_THREAD: u64 = 16;
+
+/// Memory that the threads of a launch may have together for themselves. One always works.
+const OWN_BYTES_MAX: u64 = 256 << 20;
+
+/// Instances of kernels that are kept, of all kernels in this process, and the memory that one may have to be kept.
+const IDLE_MAX: usize = 512;
+const IDLE_BYTES_MAX: usize = 1 << 20;
+static IDLE: AtomicUsize = AtomicUsize::new(0);
 
 /// Compiles and runs kernels; one for each worker.
 struct Host {
@@ -317,6 +327,15 @@ impl Progress {
     }
 }
 
+/// Leaves, whatever happens.
+struct Leave<'a>(&'a Progress);
+
+impl Drop for Leave<'_> {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
 /// In the number of helpers: no more may begin.
 const CLOSED: usize = 1 << (usize::BITS - 1);
 
@@ -398,7 +417,9 @@ impl Kernel {
         let groups: u64 = launch.groups.iter().map(|n| u64::from(*n)).product();
         let items: u32 = launch.items.iter().product();
         let threads = groups.saturating_mul(u64::from(items)) / ITEMS_PER_THREAD_MIN;
-        let threads = threads.clamp(1, self.crew.threads() as u64).min(groups);
+        // Stacks and contexts of a group are each thread's own.
+        let affordable = OWN_BYTES_MAX / self.layout.memory(items).0.max(1);
+        let threads = threads.min(affordable).clamp(1, self.crew.threads() as u64).min(groups);
         let progress = Arc::new(Progress {
             next: AtomicU64::new(0),
             groups,
@@ -418,7 +439,9 @@ impl Kernel {
         self.crew.help(self, &progress, threads as usize - 1);
         self.work(&progress);
         progress.close();
-        if self.view.is_stale.load(Ordering::Relaxed) {
+        // Pinned memory may be another guest's by the next launch.
+        let is_lent = windows.iter().any(|(address, _)| launch.memory.is_slab(*address));
+        if is_lent || self.view.is_stale.load(Ordering::Relaxed) {
             self.view.clear(&mut mapped)?;
         }
         Ok(*progress.trap.lock())
@@ -450,12 +473,15 @@ impl Kernel {
     /// Runs pieces of a launch until there are none.
     fn work(&self, progress: &Arc<Progress>) {
         let idle = self.idle.lock().pop();
+        if idle.is_some() {
+            IDLE.fetch_sub(1, Ordering::Relaxed);
+        }
         let runner = idle.map_or_else(|| self.runner(), Ok);
         let result = runner.and_then(|mut runner| {
             *runner.store.data_mut() = Some(progress.clone());
             let trap = runner.pieces(&self.layout, progress)?;
             *runner.store.data_mut() = None;
-            self.idle.lock().push(runner);
+            self.keep(runner);
             Ok(trap)
         });
         match result {
@@ -472,6 +498,15 @@ impl Kernel {
         }
     }
 
+    /// Keeps an instance for the next launch, unless it is large or there are many: each has 4 GiB of addresses.
+    fn keep(&self, runner: Runner) {
+        let is_small = runner.own.data_size(&runner.store) <= IDLE_BYTES_MAX;
+        let more = |n: usize| (n < IDLE_MAX).then_some(n + 1);
+        if is_small && IDLE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok() {
+            self.idle.lock().push(runner);
+        }
+    }
+
     fn runner(&self) -> wasmtime::Result<Runner> {
         let mut store: Store<Watched> = Store::new(self.pre.module().engine(), None);
         store.set_epoch_deadline(1);
@@ -483,6 +518,12 @@ impl Kernel {
         let own = instance.get_memory(&mut store, "own").ok_or_else(|| wasmtime::Error::msg("it has no memory"))?;
         let run = instance.get_typed_func::<(), i32>(&mut store, "run")?;
         Ok(Runner { store, own, run })
+    }
+}
+
+impl Drop for Kernel {
+    fn drop(&mut self) {
+        IDLE.fetch_sub(self.idle.lock().len(), Ordering::Relaxed);
     }
 }
 
@@ -519,18 +560,18 @@ impl Runner {
 /// Threads that help with launches, shared by all streams of a device: one fewer than there are cores, because whoever
 /// launches works too.
 #[derive(Clone)]
-struct Crew(Arc<Vec<Sender<(Arc<Kernel>, Arc<Progress>)>>>);
+struct Crew(Arc<Vec<SyncSender<(Arc<Kernel>, Arc<Progress>)>>>);
 
 impl Crew {
     fn new() -> Crew {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let helper = |n: usize| {
-            let (sender, tasks) = channel::<(Arc<Kernel>, Arc<Progress>)>();
+            let (sender, tasks) = sync_channel::<(Arc<Kernel>, Arc<Progress>)>(1);
             let run = move || {
                 for (kernel, progress) in tasks {
                     if progress.join() {
+                        let _leaves = Leave(&progress);
                         kernel.work(&progress);
-                        progress.leave();
                     }
                 }
             };
@@ -544,11 +585,11 @@ impl Crew {
         self.0.len() + 1
     }
 
-    /// Asks so many threads to help. One that is busy with another launch comes when that is done, if this one is not.
+    /// Asks so many threads to help. One that is busy comes when that is done, if this launch is not; one that was asked
+    /// by another meanwhile does not.
     fn help(&self, kernel: &Arc<Kernel>, progress: &Arc<Progress>, threads: usize) {
         for helper in self.0.iter().take(threads) {
-            // A helper ends only with the crew.
-            let _ = helper.send((kernel.clone(), progress.clone()));
+            let _ = helper.try_send((kernel.clone(), progress.clone()));
         }
     }
 }

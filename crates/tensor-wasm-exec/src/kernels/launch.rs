@@ -81,9 +81,12 @@ impl Seat {
         arguments: &[Argument],
         budget: Duration,
     ) -> Result<Launch, KernelError> {
+        if module.is_raw {
+            return self.launch_raw(module, kernel, groups, items, arguments, budget).await;
+        }
         let (name, types) = module.kernel(kernel)?;
         check(name, types, arguments)?;
-        let bench = self.bench()?;
+        let bench = self.bench().await?;
         let sizes = self.sizes(arguments)?;
         let windows: Vec<bool> = arguments.iter().map(Argument::is_memory).collect();
         let kind = self.tenant.device().kind();
@@ -106,7 +109,7 @@ impl Seat {
             params.push(address);
             if argument.is_memory() {
                 let start = next.next_multiple_of(WINDOW_ALIGN);
-                next = start + size;
+                next = start + size.max(&1);
                 // A CPU maps whole pages, with one between any two.
                 if next + (2 * 4096) * arguments.len() as u64 > u64::from(SHARED_ADDRESS) {
                     let why = "the buffers of a launch must fit into 32-bit addresses together: 3.7 GB";
@@ -130,6 +133,43 @@ impl Seat {
         drop(launches);
         let under_way = Some((completion, Arc::new(record)));
         Ok(Launch { under_way, number, image, budget, ended: None, background: self.background.clone() })
+    }
+
+    /// Launches code that is not ours: buffers are addresses, and nothing stops it but the worker's end.
+    async fn launch_raw(
+        &self,
+        module: &Arc<KernelModule>,
+        kernel: &str,
+        groups: [u32; 3],
+        items: [u32; 3],
+        arguments: &[Argument],
+        budget: Duration,
+    ) -> Result<Launch, KernelError> {
+        let bench = self.bench().await?;
+        let loaded = self.tenant.load(&module.code).await?;
+        let loaded = self.tenant.kernel(&loaded, kernel).await?;
+        let param = |argument: &Argument| match argument {
+            Argument::I32(value) => Param::I32(*value),
+            Argument::I64(value) => Param::I64(*value),
+            Argument::F32(value) => Param::F32(*value),
+            Argument::F64(value) => Param::F64(*value),
+            Argument::Buffer(handle) => Param::Buffer { handle: *handle, offset: 0 },
+            Argument::Pinned { memory, offset, .. } => Param::Pinned { memory: memory.clone(), offset: *offset },
+        };
+        let params = Params::new(arguments.iter().map(param));
+        let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
+        let record = Arc::new(self.record(&bench)?);
+        let completion = self.tenant.launch(&loaded, grid, &params)?;
+        let background = self.background.clone();
+        // No launch has this number, and so no record is about it.
+        Ok(Launch {
+            under_way: Some((completion, record)),
+            number: 0,
+            image: Arc::default(),
+            budget,
+            ended: None,
+            background,
+        })
     }
 
     /// The size of each argument that is memory; zero of the others.
@@ -177,9 +217,13 @@ impl Launch {
             let read = record.page.read(record.offset, &mut bytes);
             let ended = match done.and(read) {
                 Err(error) => Err(error.into()),
-                Ok(()) => match Trap::read(&bytes, self.number, &self.image.sites()) {
+                // Places are looked up only for a trap: there may be many.
+                Ok(()) => match Trap::read(&bytes, self.number, &[]) {
                     None => Ok(()),
-                    Some(trap) => Err(self.words(&trap)),
+                    Some(bare) => {
+                        let placed = Trap::read(&bytes, self.number, &self.image.sites());
+                        Err(self.words(&placed.unwrap_or(bare)))
+                    }
                 },
             };
             self.under_way = None;

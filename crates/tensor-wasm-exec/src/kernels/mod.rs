@@ -4,7 +4,7 @@
 //! `cache.rs` keeps what was compiled; `launch.rs` is one launch; `host.rs` is what a CPU device runs kernels with, which is
 //! the worker's side and not the server's.
 
-mod cache;
+pub mod cache;
 pub mod host;
 mod launch;
 
@@ -52,13 +52,20 @@ pub struct Kernels {
     images: Arc<Images>,
     modules: Mutex<HashMap<blake3::Hash, Weak<KernelModule>>>,
     seats: Mutex<HashMap<Arc<str>, Arc<Seat>>>,
+    /// Opens another worker of the device, for a tenant that is trusted with it.
+    opener: Option<Opener>,
     /// Where what takes long is done.
     background: Handle,
 }
 
+/// Opens a device. Takes as long as that takes.
+pub type Opener = Arc<dyn Fn() -> Result<Device, String> + Send + Sync>;
+
 /// A module whose exports are kernels.
 pub struct KernelModule {
-    wasm: Vec<u8>,
+    /// Wasm, or code of a GPU as it is.
+    code: Vec<u8>,
+    is_raw: bool,
     hash: blake3::Hash,
     kernels: Vec<(Arc<str>, Vec<Ty>)>,
     /// Exports that are no kernels, and why.
@@ -70,7 +77,9 @@ pub struct Seat {
     pub tenant: Tenant,
     images: Arc<Images>,
     background: Handle,
-    bench: Mutex<Option<Arc<Bench>>>,
+    bench: Arc<Mutex<Option<Arc<Bench>>>>,
+    /// Held while a kernel of the tenant is compiled and loaded: one after the other, and each once.
+    loading: Arc<tokio::sync::Mutex<()>>,
 }
 
 /// What a tenant's launches need, for as long as one worker lives.
@@ -112,7 +121,12 @@ impl Kernels {
     /// `folder` is where compiled kernels are kept.
     pub fn new(device: Device, folder: Option<PathBuf>, background: Handle) -> Kernels {
         let images = Arc::new(Images::new(folder));
-        Kernels { device, images, modules: Mutex::default(), seats: Mutex::default(), background }
+        Kernels { device, images, modules: Mutex::default(), seats: Mutex::default(), opener: None, background }
+    }
+
+    /// Lets trusted tenants have workers of their own.
+    pub fn with_opener(self, opener: Opener) -> Kernels {
+        Kernels { opener: Some(opener), ..self }
     }
 
     pub fn device(&self) -> &Device {
@@ -128,7 +142,8 @@ impl Kernels {
     /// Reads a kernel module; the same bytes are read once while anybody has them.
     pub fn module(&self, wasm: Vec<u8>) -> Result<Arc<KernelModule>, KernelError> {
         if is_device_code(&wasm) {
-            let why = "this is code of a GPU; kernels here are Wasm, and code that is not fenced is for trusted tenants";
+            let why = "this is code of a GPU; kernels here are Wasm, and code that is not fenced is for trusted tenants \
+                       ([limits] gpu_raw_ptx)";
             return Err(KernelError::Denied(why.to_owned()));
         }
         let hash = blake3::hash(&wasm);
@@ -142,18 +157,47 @@ impl Kernels {
         Ok(module)
     }
 
+    /// The same for a tenant that is trusted: code of a GPU is taken as it is.
+    pub fn trusted_module(&self, code: Vec<u8>) -> Result<Arc<KernelModule>, KernelError> {
+        match is_device_code(&code) {
+            false => self.module(code),
+            true => {
+                let hash = blake3::hash(&code);
+                Ok(Arc::new(KernelModule { code, is_raw: true, hash, kernels: Vec::new(), others: Vec::new() }))
+            }
+        }
+    }
+
+    /// The place of a trusted tenant, on a worker that is its alone: what it loads may break it. Takes as long as opening a
+    /// device does.
+    pub fn trusted_seat(&self, name: &str, limits: TenantLimits) -> Result<Arc<Seat>, KernelError> {
+        let Some(opener) = &self.opener else {
+            return Err(KernelError::Denied("no worker can be opened for a trusted tenant here".to_owned()));
+        };
+        if let Some(seat) = self.seats.lock().get(name) {
+            return Ok(seat.clone());
+        }
+        let device = opener().map_err(|why| DeviceError::DeviceLost { why })?;
+        let seat = self.seat_on(&device, name, limits)?;
+        Ok(self.seats.lock().entry(name.into()).or_insert(seat).clone())
+    }
+
+    fn seat_on(&self, device: &Device, name: &str, limits: TenantLimits) -> Result<Arc<Seat>, KernelError> {
+        let tenant = device.tenant(name, limits)?;
+        let (images, background) = (self.images.clone(), self.background.clone());
+        Ok(Arc::new(Seat { tenant, images, background, bench: Arc::default(), loading: Arc::default() }))
+    }
+
     /// The place of a tenant, with these limits if it is new. Places nobody uses are given up when there are no more.
     pub fn seat(&self, name: &str, limits: TenantLimits) -> Result<Arc<Seat>, KernelError> {
         let mut seats = self.seats.lock();
         if let Some(seat) = seats.get(name) {
             return Ok(seat.clone());
         }
-        let tenant = self.device.tenant(name, limits).or_else(|error| {
+        let seat = self.seat_on(&self.device, name, limits).or_else(|error| {
             seats.retain(|_, seat| Arc::strong_count(seat) > 1);
-            self.device.tenant(name, limits).map_err(|_| error)
+            self.seat_on(&self.device, name, limits).map_err(|_| error)
         })?;
-        let (images, background) = (self.images.clone(), self.background.clone());
-        let seat = Arc::new(Seat { tenant, images, background, bench: Mutex::new(None) });
         seats.insert(name.into(), seat.clone());
         Ok(seat)
     }
@@ -178,7 +222,7 @@ impl KernelModule {
                 Err(why) => others.push((name.to_owned(), why.to_string())),
             }
         }
-        Ok(KernelModule { wasm, hash, kernels, others })
+        Ok(KernelModule { code: wasm, is_raw: false, hash, kernels, others })
     }
 
     pub fn names(&self) -> impl Iterator<Item = &str> {
@@ -187,10 +231,17 @@ impl KernelModule {
 
     /// Whether it has a kernel of that name, and if not why.
     pub fn has(&self, name: &str) -> Result<(), KernelError> {
-        self.kernel(name).map(drop)
+        match self.is_raw {
+            // Its device says so when it is launched.
+            true => Ok(()),
+            false => self.kernel(name).map(drop),
+        }
     }
 
     fn kernel(&self, name: &str) -> Result<&(Arc<str>, Vec<Ty>), KernelError> {
+        if self.is_raw {
+            return Err(KernelError::Arguments("it is code of a GPU, whose kernels are not known here".to_owned()));
+        }
         if let Some(kernel) = self.kernels.iter().find(|(own, _)| &**own == name) {
             return Ok(kernel);
         }
@@ -204,24 +255,25 @@ impl KernelModule {
 
 impl Seat {
     /// What launches need from the worker of the moment.
-    fn bench(&self) -> Result<Arc<Bench>, KernelError> {
+    async fn bench(&self) -> Result<Arc<Bench>, KernelError> {
         let worker = self.tenant.device().restarts();
-        let mut bench = self.bench.lock();
-        if let Some(bench) = &*bench
-            && bench.worker == worker
-        {
+        if let Some(bench) = self.bench.lock().as_ref().filter(|bench| bench.worker == worker) {
             return Ok(bench.clone());
         }
-        let control = self.tenant.buffer(u64::from(CONTROL.bytes))?;
-        let made = Arc::new(Bench {
-            worker,
-            control,
-            records: Mutex::default(),
-            loaded: Mutex::default(),
-            launches: Mutex::new(0),
-        });
-        *bench = Some(made.clone());
-        Ok(made)
+        // Making one allocates, which may wait.
+        let (tenant, place) = (self.tenant.clone(), self.bench.clone());
+        let make = move || {
+            let mut bench = place.lock();
+            if let Some(bench) = bench.as_ref().filter(|bench| bench.worker == worker) {
+                return Ok(bench.clone());
+            }
+            let control = tenant.buffer(u64::from(CONTROL.bytes))?;
+            let (records, loaded, launches) = (Mutex::default(), Mutex::default(), Mutex::new(0));
+            let made = Arc::new(Bench { worker, control, records, loaded, launches });
+            *bench = Some(made.clone());
+            Ok(made)
+        };
+        self.background.spawn_blocking(make).await.map_err(ended)?
     }
 
     fn record(&self, bench: &Arc<Bench>) -> Result<Record, KernelError> {
@@ -238,39 +290,62 @@ impl Seat {
     /// The kernel loaded on the device, and what it was made from.
     async fn loaded(
         &self,
-        bench: &Bench,
+        bench: &Arc<Bench>,
         module: &Arc<KernelModule>,
         options: Options,
     ) -> Result<(Kernel, Arc<cache::Image>), KernelError> {
-        let image = match self.images.get(module.hash, &options) {
-            Some(image) => image,
-            None => {
-                let (images, module, options) = (self.images.clone(), module.clone(), options.clone());
-                let made = self.background.spawn_blocking(move || images.make(module.hash, &module.wasm, &options));
-                let ended = |e: tokio::task::JoinError| DeviceError::Refused { why: format!("compiling ended: {e}") };
-                made.await.map_err(ended)??
-            }
-        };
+        let image = self.images.get(module.hash, &options);
         let key = (module.hash, options);
-        {
-            let mut loaded = bench.loaded.lock();
-            loaded.uses += 1;
-            let now = loaded.uses;
-            if let Some((kernel, last_use)) = loaded.kernels.get_mut(&key) {
-                *last_use = now;
-                return Ok((kernel.clone(), image));
-            }
+        if let Some((image, kernel)) = image.zip(bench.loaded.lock().get(&key)) {
+            return Ok((kernel, image));
         }
-        let loaded = self.tenant.load(&image.code).await?;
-        let kernel = self.tenant.kernel(&loaded, &image.entry).await?;
-        let mut loaded = bench.loaded.lock();
-        loaded.uses += 1;
-        let now = loaded.uses;
-        loaded.kernels.insert(key, (kernel.clone(), now));
-        if loaded.kernels.len() > LOADED_MAX {
-            let oldest = loaded.kernels.iter().min_by_key(|(_, (_, last_use))| *last_use).map(|(key, _)| key.clone());
-            oldest.and_then(|key| loaded.kernels.remove(&key));
+        // In a task of its own: whoever asked may give up half way, and what was loaded would be nobody's.
+        let (tenant, images, bench) = (self.tenant.clone(), self.images.clone(), bench.clone());
+        let (module, loading, background) = (module.clone(), self.loading.clone(), self.background.clone());
+        let load = async move {
+            let _one_at_a_time = loading.lock().await;
+            let image = match images.get(module.hash, &key.1) {
+                Some(image) => image,
+                None => {
+                    let (module, options) = (module.clone(), key.1.clone());
+                    let make = move || images.make(module.hash, &module.code, &options);
+                    background.spawn_blocking(make).await.map_err(ended)??
+                }
+            };
+            let known = bench.loaded.lock().get(&key);
+            let kernel = match known {
+                Some(kernel) => kernel,
+                None => {
+                    let loaded = tenant.load(&image.code).await?;
+                    let kernel = tenant.kernel(&loaded, &image.entry).await?;
+                    bench.loaded.lock().insert(key, kernel.clone());
+                    kernel
+                }
+            };
+            Ok((kernel, image))
+        };
+        self.background.spawn(load).await.map_err(ended)?
+    }
+}
+
+fn ended(error: tokio::task::JoinError) -> KernelError {
+    DeviceError::Refused { why: format!("a task ended: {error}") }.into()
+}
+
+impl Loaded {
+    fn get(&mut self, key: &(blake3::Hash, Options)) -> Option<Kernel> {
+        self.uses += 1;
+        let (kernel, last_use) = self.kernels.get_mut(key)?;
+        *last_use = self.uses;
+        Some(kernel.clone())
+    }
+
+    fn insert(&mut self, key: (blake3::Hash, Options), kernel: Kernel) {
+        self.uses += 1;
+        self.kernels.insert(key, (kernel, self.uses));
+        if self.kernels.len() > LOADED_MAX {
+            let oldest = self.kernels.iter().min_by_key(|(_, (_, last_use))| *last_use).map(|(key, _)| key.clone());
+            oldest.and_then(|key| self.kernels.remove(&key));
         }
-        Ok((kernel, image))
     }
 }

@@ -18,7 +18,7 @@ use crate::ir::{Access, Address, Bin, Body, Label, Op, Reg, Rmw, Site, TrapKind,
 use crate::profile::Program;
 use crate::refusal::{Place, Refusal};
 
-/// Operations of one kernel, with everything it calls. The device's compiler takes about a second for as many.
+/// Operations of one kernel, with everything it calls. NVIDIA's assembler takes ten to twenty seconds for as many.
 pub const OPS_MAX: usize = 100_000;
 
 /// Shared memory a group may have: what every supported device gives without being asked for more.

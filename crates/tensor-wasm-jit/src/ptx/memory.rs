@@ -141,7 +141,14 @@ impl Emitter<'_> {
             put!(self, "add.s64 {address}, {address}, {};", at.offset);
         }
         put!(self, "mov.b64 {found}, 0;");
-        for (start, size, pointer) in &self.regions(is_write, may_be_private) {
+        // Small windows are looked up too; an address that comes from one is looked for in that one only.
+        let own = match self.facts.source(at.base) {
+            Some(Source::Param(n)) => {
+                self.windows.get(usize::from(n)).copied().unwrap_or(false).then_some(usize::from(n))
+            }
+            _ => None,
+        };
+        for (start, size, pointer) in &self.regions(is_write, may_be_private, own) {
             let (offset, end, q, whole) = (self.b64(), self.b64(), self.pred(), self.b64());
             put!(self, "sub.s64 {offset}, {address}, {start};");
             put!(self, "add.s64 {end}, {offset}, {bytes};");
@@ -164,10 +171,19 @@ impl Emitter<'_> {
     }
 
     /// Everything an address may be in: where it starts, its size, and a pointer to it.
-    pub(super) fn regions(&self, is_write: bool, may_be_private: bool) -> Vec<(String, String, String)> {
-        let windows = self.windows.iter().enumerate().filter(|(_, is_window)| **is_window);
+    pub(super) fn regions(
+        &self,
+        is_write: bool,
+        may_be_private: bool,
+        own: Option<usize>,
+    ) -> Vec<(String, String, String)> {
+        let is_wanted = |(n, is_window): &(usize, &bool)| **is_window && own.is_none_or(|own| own == *n);
+        let windows = self.windows.iter().enumerate().filter(is_wanted);
         let mut regions: Vec<(String, String, String)> =
             windows.map(|(n, _)| (format!("%start{n}"), format!("%size{n}"), format!("%window{n}"))).collect();
+        if own.is_some() {
+            return regions;
+        }
         let body = self.body;
         if body.shared_bytes > 0 {
             regions.push((SHARED_ADDRESS.to_string(), body.shared_bytes.to_string(), "%gshared".to_owned()));
@@ -190,7 +206,7 @@ impl Emitter<'_> {
         let q = self.pred();
         put!(self, "setp.eq.u64 {q}, {len}, 0;");
         put!(self, "selp.b32 {good}, 1, 0, {q};");
-        for (start, size, _) in &self.regions(is_write, true) {
+        for (start, size, _) in &self.regions(is_write, true, None) {
             let (offset, end) = (self.b64(), self.b64());
             put!(self, "sub.s64 {offset}, {from}, {start};");
             put!(self, "add.s64 {end}, {offset}, {len};");

@@ -34,7 +34,6 @@ use crate::facts::Facts;
 use crate::image::{CONTROL, KernelImage, Param, RECORD};
 use crate::ir::{Access, Bin, Body, Id, Label, Op, Reg, Site, TrapKind, Ty, Un, low_half};
 use crate::lower::{OPS_MAX, SHARED_ADDRESS};
-use crate::pressure;
 use crate::refusal::{Place, Refusal};
 
 /// Operations that a work item does in loops between two polls: some milliseconds on a device that is full.
@@ -131,7 +130,6 @@ const TEMPS: [(&str, &str); 6] =
     [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32")];
 
 pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
-    pressure::check(body)?;
     let mut emitter = Emitter {
         body,
         facts: Facts::of(body, windows),

@@ -8,11 +8,11 @@ use wasmtime_wasi::WasiView;
 use wasmtime_wasi::p2::{DynPollable, Pollable, subscribe};
 
 use self::bindings::tensor_wasm::gpu::compute::{self, Error, Info, Kind, Size};
-use super::State;
-use crate::kernels::{Argument, KernelError, KernelModule, Launch};
+use super::{HeldModule, State};
+use crate::kernels::{Argument, KernelError, Launch};
 
 /// What one call may read: it is copied through the host's memory.
-const READ_BYTES_MAX: u64 = 64 << 20;
+const READ_BYTES_MAX: u64 = 16 << 20;
 
 mod bindings {
     wasmtime::component::bindgen!({
@@ -35,7 +35,7 @@ pub struct Buffer {
 }
 
 #[allow(unreachable_pub, reason = "the bindings name it")]
-pub struct Kernels(Arc<KernelModule>);
+pub struct Kernels(Arc<HeldModule>);
 
 #[allow(unreachable_pub, reason = "the bindings name it")]
 pub struct Completion(Launch);
@@ -127,8 +127,7 @@ impl State {
 
 impl compute::HostBuffer for State {
     async fn allocate(&mut self, bytes: u64) -> Answer<Resource<Buffer>> {
-        let seat = try_answer!(self.seat().await);
-        let buffer = try_answer!(seat.tenant.buffer(bytes));
+        let buffer = try_answer!(self.allocate_buffer(bytes).await);
         Ok(Ok(self.ctx().table.push(Buffer { buffer, bytes })?))
     }
 
@@ -188,11 +187,11 @@ impl compute::HostBuffer for State {
 impl compute::HostKernels for State {
     async fn load(&mut self, wasm: Vec<u8>) -> Answer<Resource<Kernels>> {
         let module = try_answer!(self.kernel_module(wasm).await);
-        Ok(Ok(self.ctx().table.push(Kernels(module))?))
+        Ok(Ok(self.ctx().table.push(Kernels(Arc::new(module)))?))
     }
 
     async fn names(&mut self, kernels: Resource<Kernels>) -> wasmtime::Result<Vec<String>> {
-        Ok(self.ctx().table.get(&kernels)?.0.names().map(str::to_owned).collect())
+        Ok(self.ctx().table.get(&kernels)?.0.module.names().map(str::to_owned).collect())
     }
 
     async fn launch(

@@ -7,13 +7,16 @@ use slab::Slab;
 use tensor_wasm_gpu::{Buffer, DeviceError, Handle};
 use wasmtime::{Caller, Extern, Linker, Memory};
 
-use super::State;
-use crate::kernels::{Argument, KernelError, KernelModule, Launch};
+use super::{HeldModule, State};
+use crate::kernels::{Argument, KernelError, Launch};
 
 const MODULE: &str = "wasi:cuda/host@0.2.0";
 
 /// Kernels and buffers of an instance, counted together.
 const HANDLES_MAX: usize = 10_000;
+
+/// Bytes of a kernel's name.
+const NAME_BYTES_MAX: usize = 1024;
 
 /// Bytes of packed arguments.
 const ARGS_BYTES_MAX: usize = 4096;
@@ -21,7 +24,7 @@ const ARGS_BYTES_MAX: usize = 4096;
 /// What an instance holds by number.
 #[derive(Default)]
 pub(crate) struct Flat {
-    kernels: Slab<(Arc<KernelModule>, String)>,
+    kernels: Slab<(Arc<HeldModule>, String)>,
     buffers: Slab<Held>,
     /// Launches since the last time the guest waited.
     launches: Vec<Launch>,
@@ -205,20 +208,30 @@ impl Guest<'_> {
         }
     }
 
-    async fn load(&mut self, (code, code_len, entry, entry_len): (u32, u32, u32, u32)) -> wasmtime::Result<Answer<i64>> {
-        let wasm = self.bytes(code, code_len)?.to_vec();
-        let entry = String::from_utf8_lossy(self.bytes(entry, entry_len)?).into_owned();
+    async fn load(
+        &mut self,
+        (code, code_len, entry, entry_len): (u32, u32, u32, u32),
+    ) -> wasmtime::Result<Answer<i64>> {
         if let Err(refused) = self.has_room() {
             return Ok(Err(refused));
         }
+        if let Err(error) = super::check_module_bytes(code_len as usize) {
+            return Ok(Err(error.into()));
+        }
+        if entry_len as usize > NAME_BYTES_MAX {
+            return Ok(Err(Refused(Code::NoSuchKernel, format!("a name of {entry_len} bytes"))));
+        }
+        // Copied before they are looked at: a kernel of the guest's may change what lies in pinned memory meanwhile.
+        let (wasm, entry) = (self.bytes(code, code_len)?.to_vec(), self.bytes(entry, entry_len)?.to_vec());
+        let entry = String::from_utf8_lossy(&entry).into_owned();
         let module = match self.0.data_mut().kernel_module(wasm).await {
             Ok(module) => module,
             Err(error) => return Ok(Err(error.into())),
         };
-        if let Err(error) = module.has(&entry) {
+        if let Err(error) = module.module.has(&entry) {
             return Ok(Err(error.into()));
         }
-        let number = self.flat().kernels.insert((module, entry));
+        let number = self.flat().kernels.insert((Arc::new(module), entry));
         Ok(Ok(i64::try_from(number).unwrap_or(i64::MAX)))
     }
 
@@ -304,7 +317,8 @@ impl Guest<'_> {
         match self.0.data().call().surroundings.pinned.find(base) {
             Some(memory) => Ok(Argument::Pinned { memory, offset, bytes }),
             None => {
-                let why = "the device does not see the module's memory; deploy it with --memory pinned, or pass buffers";
+                let why =
+                    "the device does not see the module's memory; deploy it with --memory pinned, or pass buffers";
                 Err(Refused(Code::InvalidLaunch, why.to_owned()))
             }
         }
@@ -333,10 +347,7 @@ impl Guest<'_> {
             return Ok(Err(refused));
         }
         let bytes = bytes.cast_unsigned();
-        let allocated = match self.0.data_mut().seat().await {
-            Ok(seat) => seat.tenant.buffer(bytes).map_err(KernelError::from),
-            Err(error) => Err(error),
-        };
+        let allocated = self.0.data_mut().allocate_buffer(bytes).await;
         Ok(match allocated {
             Ok(buffer) => {
                 let number = self.flat().buffers.insert(Held { buffer, bytes });

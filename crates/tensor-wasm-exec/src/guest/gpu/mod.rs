@@ -6,9 +6,11 @@ pub(crate) mod component;
 pub(crate) mod flat;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use tensor_wasm_gpu::TenantLimits;
+use tensor_wasm_gpu::{Buffer, TenantLimits};
+use tensor_wasm_jit::{MODULE_BYTES_MAX, Refusal};
 
 use super::running::RunningCall;
 use super::state::State;
@@ -22,12 +24,41 @@ const JOBS_WAITING_MAX: usize = 1024;
 /// Launches a guest may have under way and not waited for.
 const LAUNCHES_MAX: usize = 1000;
 
+/// Modules up to this are read by the serving thread: it takes some hundred microseconds.
+const READ_AT_ONCE_BYTES_MAX: usize = 64 << 10;
+
+/// Bytes of the kernel modules that an instance may hold at once.
+const MODULES_BYTES_MAX: usize = 16 << 20;
+
 /// What an instance has of the device.
 #[derive(Default)]
 pub(crate) struct Session {
     seat: Option<Arc<Seat>>,
     under_way: Vec<Canceller>,
+    /// Bytes of the kernel modules it holds.
+    module_bytes: Arc<AtomicUsize>,
     flat: flat::Flat,
+}
+
+/// A kernel module that a guest holds. It is the host's memory.
+pub(crate) struct HeldModule {
+    pub module: Arc<KernelModule>,
+    bytes: usize,
+    counted: Arc<AtomicUsize>,
+}
+
+impl Drop for HeldModule {
+    fn drop(&mut self) {
+        self.counted.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// Refuses what is too large before it is copied.
+fn check_module_bytes(bytes: usize) -> Result<(), KernelError> {
+    match bytes > MODULE_BYTES_MAX {
+        true => Err(Refusal::TooLarge { bytes, bytes_max: MODULE_BYTES_MAX }.into()),
+        false => Ok(()),
+    }
 }
 
 impl Drop for Session {
@@ -66,8 +97,18 @@ impl State {
         }
         let call = self.call().clone();
         allowed(&call)?;
-        let kernels = call.surroundings.kernels.wait().await.as_ref().map_err(|why| KernelError::Denied(why.clone()))?;
-        let seat = kernels.seat(&call.account.name, tenant_limits(&call.account.limits))?;
+        let kernels =
+            call.surroundings.kernels.wait().await.as_ref().map_err(|why| KernelError::Denied(why.clone()))?;
+        let (name, limits) = (&call.account.name, &call.account.limits);
+        let seat = match limits.gpu_raw_ptx {
+            false => kernels.seat(name, tenant_limits(limits))?,
+            // Its worker is started now, if this is the first call.
+            true => {
+                let (kernels, name, limits) = (kernels.clone(), name.clone(), tenant_limits(limits));
+                let opened = call.surroundings.background.spawn_blocking(move || kernels.trusted_seat(&name, limits));
+                opened.await.map_err(|e| KernelError::Denied(format!("no worker could be started: {e}")))??
+            }
+        };
         self.session().seat = Some(seat.clone());
         Ok(seat)
     }
@@ -76,17 +117,57 @@ impl State {
         self.session.get_or_insert_default().as_mut()
     }
 
+    /// Allocates a buffer. That may wait for the device to give memory back, which a serving thread must not.
+    async fn allocate_buffer(&mut self, bytes: u64) -> Result<Buffer, KernelError> {
+        let seat = self.seat().await?;
+        let background = self.call().surroundings.background.clone();
+        let allocated = background.spawn_blocking(move || seat.tenant.buffer(bytes)).await;
+        Ok(allocated.map_err(|e| KernelError::Denied(format!("allocating ended: {e}")))??)
+    }
+
     /// Reads a kernel module.
-    async fn kernel_module(&mut self, wasm: Vec<u8>) -> Result<Arc<KernelModule>, KernelError> {
+    async fn kernel_module(&mut self, wasm: Vec<u8>) -> Result<HeldModule, KernelError> {
         self.seat().await?;
+        check_module_bytes(wasm.len())?;
+        let counted = self.session().module_bytes.clone();
+        let held = counted.fetch_add(wasm.len(), Ordering::Relaxed) + wasm.len();
+        let bytes = wasm.len();
+        let module = match held > MODULES_BYTES_MAX {
+            false => self.read_module(wasm).await,
+            true => {
+                let why = format!("the kernel modules it holds have more than {MODULES_BYTES_MAX} bytes");
+                Err(KernelError::Busy(why))
+            }
+        };
+        match module {
+            Ok(module) => Ok(HeldModule { module, bytes, counted }),
+            Err(error) => {
+                counted.fetch_sub(bytes, Ordering::Relaxed);
+                Err(error)
+            }
+        }
+    }
+
+    async fn read_module(&mut self, wasm: Vec<u8>) -> Result<Arc<KernelModule>, KernelError> {
         let surroundings = self.call().surroundings.clone();
+        let bytes = wasm.len();
+        let is_trusted = self.call().account.limits.gpu_raw_ptx;
         let kernels = surroundings.kernels.wait().await.as_ref().map_err(|why| KernelError::Denied(why.clone()))?;
-        kernels.module(wasm)
+        let kernels = kernels.clone();
+        let read = move || match is_trusted {
+            true => kernels.trusted_module(wasm),
+            false => kernels.module(wasm),
+        };
+        if bytes <= READ_AT_ONCE_BYTES_MAX {
+            return read();
+        }
+        let done = surroundings.background.spawn_blocking(read).await;
+        done.map_err(|e| KernelError::Denied(format!("reading the module ended: {e}")))?
     }
 
     async fn launch(
         &mut self,
-        module: &Arc<KernelModule>,
+        module: &HeldModule,
         kernel: &str,
         groups: [u32; 3],
         items: [u32; 3],
@@ -102,7 +183,7 @@ impl State {
         let call = self.call();
         let left = call.deadline().saturating_duration_since(Instant::now());
         let budget = left.min(Duration::from_millis(call.account.limits.gpu_kernel_ms_max));
-        let launch = seat.launch(module, kernel, groups, items, arguments, budget).await?;
+        let launch = seat.launch(&module.module, kernel, groups, items, arguments, budget).await?;
         self.session().under_way.push(launch.canceller());
         Ok(launch)
     }
