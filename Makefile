@@ -1,6 +1,6 @@
 # Everything a person or CI does with this repository. `make run` and `make test` need only Rust and a C compiler.
 
-.PHONY: build test model test-kills bench compare fmt fmt-check lint check doc ci clean run guests ptxas
+.PHONY: build test model test-kills fuzz bench compare fmt fmt-check lint check doc ci clean run guests ptxas
 
 build:
 	cargo build --release -p tensor-wasm-cli
@@ -26,6 +26,10 @@ test-kills: guests
 model:
 	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p tensor-wasm-gpu --lib
 
+# Fuzzing of the kernel compiler, a minute of each target; needs cargo-fuzz and a nightly compiler.
+fuzz:
+	cd fuzz && for target in read differential emulate; do mkdir -p corpus/$$target; cargo +nightly fuzz run -s none $$target corpus/$$target seeds/$$target -- -timeout=20 -max_len=4096 -len_control=0 -max_total_time=60 || exit 1; done
+
 bench:
 	cargo bench -p tensor-wasm-bench
 
@@ -35,6 +39,7 @@ compare: build guests
 	cargo run --release -p tensor-wasm-bench -- cold
 	cargo run --release -p tensor-wasm-bench -- run
 	cargo run --release -p tensor-wasm-bench -- serve
+	cargo run --release -p tensor-wasm-bench -- kernels
 	cargo xtask results
 
 fmt:

@@ -167,7 +167,7 @@ pub(crate) struct Clock {
 pub(crate) struct Ticking<'a>(&'a Clock);
 
 impl Clock {
-    pub(crate) fn start(engines: Vec<wasmtime::Engine>) -> wasmtime::Result<Arc<Clock>> {
+    fn start(engines: Vec<wasmtime::Engine>) -> wasmtime::Result<Arc<Clock>> {
         let clock = Arc::new(Clock {
             running: AtomicUsize::new(0),
             resting: AtomicBool::new(false),
@@ -216,7 +216,7 @@ impl Clock {
         }
     }
 
-    pub(crate) fn stop(&self) {
+    fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.get() {
             thread.unpark();

@@ -14,11 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{HostCode, HostKernels, HostLaunch, HostMemory, HostModule};
 use tensor_wasm_jit::{CALL, CONTROL, HostLayout, Param, RECORD, TrapKind, Ty};
-use wasmtime::{
-    Engine, InstancePre, Linker, Memory, MemoryType, Module, SharedMemory, Store, TypedFunc, UpdateDeadline,
-};
-
-use crate::engine::Clock;
+use wasmtime::{Caller, Engine, InstancePre, Linker, Memory, MemoryType, Module, SharedMemory, Store, TypedFunc};
 
 const PAGE: u64 = 4096;
 
@@ -39,7 +35,6 @@ static IDLE: AtomicUsize = AtomicUsize::new(0);
 /// Compiles and runs kernels; one for each worker.
 struct Host {
     engine: Engine,
-    clock: Arc<Clock>,
     crew: Crew,
     /// The address spaces of streams that have kernels.
     views: Mutex<HashMap<usize, Weak<View>>>,
@@ -71,14 +66,9 @@ impl HostCode for Lazy {
 impl Host {
     fn new() -> wasmtime::Result<Host> {
         let mut config = wasmtime::Config::new();
-        config
-            // A fused multiplication is one, on every machine.
-            .relaxed_simd_deterministic(true)
-            .shared_memory(true)
-            .epoch_interruption(true);
-        let engine = Engine::new(&config)?;
-        let clock = Clock::start(vec![engine.clone()])?;
-        Ok(Host { engine, clock, crew: Crew::new(), views: Mutex::default() })
+        // A fused multiplication is one, on every machine.
+        config.relaxed_simd_deterministic(true).shared_memory(true);
+        Ok(Host { engine: Engine::new(&config)?, crew: Crew::new(), views: Mutex::default() })
     }
 
     fn load(&self, stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
@@ -100,17 +90,16 @@ impl Host {
         let mut linker = Linker::new(&self.engine);
         let store = Store::new(&self.engine, None);
         linker.define(&store, "host", "windows", view.memory.clone()).map_err(|e| format!("{e:#}"))?;
+        let poll = |caller: Caller<'_, Watched>| {
+            let verdict = caller.data().as_ref().and_then(|launch| launch.verdict());
+            verdict.map_or(0, |kind| (kind as u32).cast_signed())
+        };
+        linker.func_wrap("host", "poll", poll).map_err(|e| format!("{e:#}"))?;
         let pre = linker.instantiate_pre(&module).map_err(|e| format!("{e:#}"))?;
         let params = params(&layout);
-        let (crew, clock) = (self.crew.clone(), self.clock.clone());
-        let kernel = Kernel { pre, layout, params, view, crew, clock, idle: Mutex::default() };
+        let crew = self.crew.clone();
+        let kernel = Kernel { pre, layout, params, view, crew, idle: Mutex::default() };
         Ok(Arc::new(Loaded(Arc::new(kernel))))
-    }
-}
-
-impl Drop for Host {
-    fn drop(&mut self) {
-        self.clock.stop();
     }
 }
 
@@ -140,7 +129,6 @@ struct Kernel {
     params: Vec<(u32, u32)>,
     view: Arc<View>,
     crew: Crew,
-    clock: Arc<Clock>,
     /// Instances that are not in use.
     idle: Mutex<Vec<Runner>>,
 }
@@ -435,7 +423,6 @@ impl Kernel {
             helping: AtomicUsize::new(0),
             waiting: std::thread::current(),
         });
-        let _ticking = self.clock.ticking();
         self.crew.help(self, &progress, threads as usize - 1);
         self.work(&progress);
         progress.close();
@@ -487,14 +474,11 @@ impl Kernel {
         match result {
             Ok(None) => {}
             Ok(Some(trap)) => progress.stop(trap),
-            Err(error) => progress.stop(match error.downcast_ref::<Stopped>() {
-                Some(Stopped(kind)) => bare(*kind),
-                None => {
-                    // The fence did not hold, and Wasmtime's did.
-                    tracing::error!(error = format!("{error:#}"), "a kernel on the CPU left its bounds");
-                    bare(TrapKind::OutOfBounds)
-                }
-            }),
+            Err(error) => {
+                // The fence did not hold, and Wasmtime's did; or there was no memory for its items.
+                tracing::error!(error = format!("{error:#}"), "a kernel on the CPU could not be run");
+                progress.stop(bare(TrapKind::OutOfBounds));
+            }
         }
     }
 
@@ -509,11 +493,6 @@ impl Kernel {
 
     fn runner(&self) -> wasmtime::Result<Runner> {
         let mut store: Store<Watched> = Store::new(self.pre.module().engine(), None);
-        store.set_epoch_deadline(1);
-        store.epoch_deadline_callback(|context| match context.data().as_ref().and_then(|launch| launch.verdict()) {
-            Some(kind) => Err(wasmtime::Error::new(Stopped(kind))),
-            None => Ok(UpdateDeadline::Continue(1)),
-        });
         let instance = self.pre.instantiate(&mut store)?;
         let own = instance.get_memory(&mut store, "own").ok_or_else(|| wasmtime::Error::msg("it has no memory"))?;
         let run = instance.get_typed_func::<(), i32>(&mut store, "run")?;
@@ -526,11 +505,6 @@ impl Drop for Kernel {
         IDLE.fetch_sub(self.idle.lock().len(), Ordering::Relaxed);
     }
 }
-
-/// Why a kernel was stopped from outside.
-#[derive(Debug, thiserror::Error)]
-#[error("{}", .0.what())]
-struct Stopped(TrapKind);
 
 impl Runner {
     fn pieces(&mut self, layout: &HostLayout, progress: &Progress) -> wasmtime::Result<Option<[u32; 10]>> {

@@ -7,12 +7,15 @@ use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 use super::barriers::{Barriers, DONE};
 use super::locals::Locals;
 use super::memory::{OWN, Region, What, load};
-use super::{CALL, Plan};
+use super::{CALL, POLL, Plan};
 use crate::facts::Facts;
 use crate::groups::{self, Groups};
 use crate::image::RECORD;
 use crate::ir::{Access, Bin, Body, Id, Label, Math, Op, Reg, Site, TrapKind, Ty, Un, low_half};
 use crate::lower::SHARED_ADDRESS;
+
+/// Operations that are done between two polls: about a millisecond.
+const FUEL: i32 = 1 << 21;
 
 /// Limits of windows that are computed before the first item; others are computed where they are needed.
 const LIMITS_MAX: usize = 64;
@@ -39,6 +42,8 @@ pub(super) struct Own {
     number: u32,
     count: u32,
     left: u32,
+    /// Operations until the next poll.
+    fuel: u32,
     site: u32,
     kind: u32,
     which: u32,
@@ -73,6 +78,8 @@ pub(super) struct Emitter<'b> {
     limits: HashMap<(u16, u32), u32>,
     limits_order: Vec<(u16, u32)>,
     starts: HashMap<u32, usize>,
+    /// Operations of each loop.
+    lengths: HashMap<u32, i32>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,7 +90,8 @@ enum Target {
     /// The end of an item, and of its turn.
     Item,
     Turn,
-    Items,
+    /// The loops over items, by what they count.
+    Items(u32),
     Phases,
     Groups,
     Nothing,
@@ -103,6 +111,7 @@ pub(super) fn run(body: &Body, facts: &Facts, windows: &[bool], plan: &Plan) -> 
         base,
         number: i32s(),
         count: i32s(),
+        fuel: i32s(),
         site: i32s(),
         kind: i32s(),
         which: i32s(),
@@ -137,6 +146,7 @@ pub(super) fn run(body: &Body, facts: &Facts, windows: &[bool], plan: &Plan) -> 
         limits: HashMap::new(),
         limits_order: Vec::new(),
         starts: HashMap::new(),
+        lengths: lengths(body),
     };
     emitter.groups = groups::groups(body, facts, |reg| emitter.region(reg).is_some());
     emitter.whole();
@@ -368,6 +378,8 @@ impl Emitter<'_> {
                 self.local_set(local);
             }
         }
+        self.i32(FUEL);
+        self.local_set(self.own.fuel);
         self.load_call(CALL.stacks, self.own.stack);
         // How many items a group has, and how many groups there are to be run.
         let [x, y, z] = self.own.items;
@@ -437,8 +449,34 @@ impl Emitter<'_> {
         self.i32(1);
     }
 
+    /// Pays for operations, and when that is due asks whether the launch has to end.
+    fn pay(&mut self, push_cost: impl FnOnce(&mut Self)) {
+        self.local_get(self.own.fuel);
+        push_cost(self);
+        self.put(Instruction::I32Sub);
+        self.local_tee(self.own.fuel);
+        self.i32(0);
+        self.put(Instruction::I32LtS);
+        self.open(Instruction::If(BlockType::Empty), None);
+        self.i32(FUEL);
+        self.local_set(self.own.fuel);
+        self.i32(RECORD.nothing.cast_signed());
+        self.local_set(self.own.which);
+        self.put(Instruction::Call(POLL));
+        self.local_tee(self.own.kind);
+        let depth = self.depth(Target::Record);
+        self.put(Instruction::BrIf(depth));
+        self.close();
+    }
+
     fn groups(&mut self) {
         self.open_as(Instruction::Loop(BlockType::Empty), Target::Groups);
+        let ops = i32::try_from(self.body.ops.len()).unwrap_or(i32::MAX).min(FUEL);
+        self.pay(|emitter| {
+            emitter.local_get(emitter.own.count);
+            emitter.i32(ops);
+            emitter.put(Instruction::I32Mul);
+        });
         for axis in 0..3 {
             self.local_get(self.own.group[axis]);
             self.local_get(self.own.items[axis]);
@@ -548,11 +586,12 @@ impl Emitter<'_> {
     fn items(&mut self) {
         let state = MemArg { offset: 0, align: 2, memory_index: OWN };
         let has_barriers = !self.barriers.are_none();
-        for local in self.own.item.into_iter().chain([self.own.number]) {
+        let [x, y, z] = self.own.item;
+        for local in [z, y, x] {
             self.i32(0);
             self.local_set(local);
+            self.open_as(Instruction::Loop(BlockType::Empty), Target::Items(local));
         }
-        self.open_as(Instruction::Loop(BlockType::Empty), Target::Items);
         self.open_as(Instruction::Block(BlockType::Empty), Target::Turn);
         if has_barriers {
             self.local_get(self.own.context);
@@ -587,17 +626,17 @@ impl Emitter<'_> {
             self.put(Instruction::I32Add);
             self.local_set(self.own.stack);
         }
-        let ([x, y, z], [sx, sy, _]) = (self.own.item, self.own.items);
-        self.advance([x, y, z], [sx, sy]);
-        self.local_get(self.own.number);
-        self.i32(1);
-        self.put(Instruction::I32Add);
-        self.local_tee(self.own.number);
-        self.local_get(self.own.count);
-        self.put(Instruction::I32LtU);
-        let depth = self.depth(Target::Items);
-        self.put(Instruction::BrIf(depth));
-        self.close();
+        for (local, size) in [x, y, z].into_iter().zip(self.own.items) {
+            self.local_get(local);
+            self.i32(1);
+            self.put(Instruction::I32Add);
+            self.local_tee(local);
+            self.local_get(size);
+            self.put(Instruction::I32LtU);
+            let depth = self.depth(Target::Items(local));
+            self.put(Instruction::BrIf(depth));
+            self.close();
+        }
     }
 
     /// The stack of the item before was another's.
@@ -706,7 +745,11 @@ impl Emitter<'_> {
             Op::Fence => self.put(Instruction::AtomicFence),
             Op::Trap { kind, site } => self.trap(*kind, *site),
             Op::Block { label } => self.begin(n, Instruction::Block(BlockType::Empty), *label),
-            Op::Loop { label } => self.begin(n, Instruction::Loop(BlockType::Empty), *label),
+            Op::Loop { label } => {
+                self.begin(n, Instruction::Loop(BlockType::Empty), *label);
+                let cost = self.lengths.get(&label.0).copied().unwrap_or(FUEL);
+                self.pay(|emitter| emitter.i32(cost));
+            }
             Op::If { condition, label } => {
                 self.condition(n, *condition);
                 self.begin(n, Instruction::If(BlockType::Empty), *label);
@@ -889,6 +932,22 @@ impl Emitter<'_> {
             }
         }
     }
+}
+
+fn lengths(body: &Body) -> HashMap<u32, i32> {
+    let (mut open, mut lengths) = (HashMap::new(), HashMap::new());
+    for (n, op) in body.ops.iter().enumerate() {
+        match op {
+            Op::Loop { label } => drop(open.insert(label.0, n)),
+            Op::End { label } => {
+                if let Some(start) = open.remove(&label.0) {
+                    lengths.insert(label.0, i32::try_from(n - start).unwrap_or(FUEL).clamp(1, FUEL));
+                }
+            }
+            _ => {}
+        }
+    }
+    lengths
 }
 
 /// Operations that are done to vectors as to numbers.

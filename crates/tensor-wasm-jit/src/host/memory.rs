@@ -3,7 +3,7 @@
 use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 
 use super::emit::{Class, Emitter};
-use super::{CALL, Plan};
+use super::{CALL, FIND, Plan};
 use crate::facts::Source;
 use crate::groups::Member;
 use crate::ir::{Access, Address, Body, Reg, Rmw, Site, TrapKind, Ty};
@@ -231,7 +231,7 @@ impl Emitter<'_> {
     fn call_find(&mut self, mode: i32) {
         self.i32(mode);
         self.local_get(self.own.stack);
-        self.put(Instruction::Call(1));
+        self.put(Instruction::Call(FIND));
         self.local_set(self.own.found);
     }
 

@@ -190,6 +190,11 @@ pub(crate) fn emit(body: &Body, windows: &[bool]) -> Result<HostImage, Refusal> 
     Ok(HostImage { name: body.name.clone(), wasm, layout, sites: body.sites.clone() })
 }
 
+/// The functions, by their numbers. `poll` is imported: it returns 0, or the kind of trap that the launch is to end with.
+const POLL: u32 = 0;
+const RUN: u32 = 1;
+const FIND: u32 = 2;
+
 /// Engines refuse functions that are longer than this.
 const FUNCTION_BYTES_MAX: usize = 7 << 20;
 
@@ -201,13 +206,14 @@ fn assemble(body: &Body, plan: &Plan, layout: &HostLayout, run: Function, find: 
     let windows =
         MemoryType { minimum: 1, maximum: Some(1 << 16), memory64: false, shared: true, page_size_log2: None };
     imports.import("host", "windows", EntityType::Memory(windows));
+    imports.import("host", "poll", EntityType::Function(0));
     let mut functions = FunctionSection::new();
     functions.function(0).function(1);
     let mut memories = MemorySection::new();
     let minimum = u64::from(plan.fixed_bytes).div_ceil(1 << 16).max(1);
     memories.memory(MemoryType { minimum, maximum: None, memory64: false, shared: false, page_size_log2: None });
     let mut exports = ExportSection::new();
-    exports.export("run", ExportKind::Func, 0).export("own", ExportKind::Memory, 1);
+    exports.export("run", ExportKind::Func, RUN).export("own", ExportKind::Memory, 1);
     let mut code = CodeSection::new();
     code.function(&run).function(find);
     let mut module = Module::new();

@@ -1,7 +1,7 @@
 //! Kernels on the CPU, for the tests of this crate: what an engine has to do to run an image, as simply as possible.
 
 use tensor_wasm_jit::{CALL, HostImage, RECORD, Trap};
-use wasmtime::{Config, Engine, Instance, MemoryType, Module, SharedMemory, Store};
+use wasmtime::{Config, Engine, Func, Instance, MemoryType, Module, SharedMemory, Store};
 
 /// An address space, all of which can be touched: nothing but the fence keeps a kernel from it.
 pub(crate) struct Host {
@@ -39,7 +39,8 @@ impl Host {
         mut args: Vec<HostArg<'_>>,
     ) -> Option<Trap> {
         let mut store = Store::new(&self.engine, ());
-        let instance = Instance::new(&mut store, module, &[self.windows.clone().into()]).unwrap();
+        let poll = Func::wrap(&mut store, || 0);
+        let instance = Instance::new(&mut store, module, &[self.windows.clone().into(), poll.into()]).unwrap();
         let own = instance.get_memory(&mut store, "own").unwrap();
         let (bytes, stacks, contexts) = image.layout.memory(items.iter().product());
         let more = bytes.div_ceil(1 << 16).saturating_sub(own.size(&store));

@@ -1,3 +1,6 @@
+//! `tensor-wasm kernel`: what a module has (`check`), its PTX (`build`), and a launch (`run.rs`, with its arguments in
+//! `argument.rs`).
+
 #![expect(clippy::print_stdout, reason = "what was found goes to stdout")]
 
 mod argument;
