@@ -162,8 +162,10 @@ impl View {
         Ok(View { memory, mapped: Mutex::default(), is_stale: AtomicBool::new(false) })
     }
 
-    fn base(&self) -> *mut u8 {
-        self.memory.data().as_ptr().cast_mut().cast()
+    /// Where an address of the kernel's is.
+    fn at(&self, address: u64) -> *mut u8 {
+        let base: *mut u8 = self.memory.data().as_ptr().cast_mut().cast();
+        base.wrapping_add(usize::try_from(address).unwrap_or(0))
     }
 
     /// Has the windows mapped and nothing else. Returns where they begin, or why it cannot be done. What was mapped for the
@@ -198,7 +200,7 @@ impl View {
             if *size == 0 {
                 continue;
             }
-            let at = self.base().wrapping_add((u64::from(*start) - address % PAGE) as usize);
+            let at = self.at(u64::from(*start) - address % PAGE);
             // SAFETY: the range lies within the address space that Wasmtime reserved for this memory, below its end (`to`), beyond
             // the page that it knows about. No kernel runs on it: the lock is held.
             #[expect(unsafe_code, reason = "buffers are seen in place")]
@@ -215,7 +217,7 @@ impl View {
         mapped.windows.clear();
         self.is_stale.store(false, Ordering::Relaxed);
         if mapped.end > first {
-            let at = self.base().wrapping_add(first as usize);
+            let at = self.at(first);
             // SAFETY: as in `map`; the first pages, which Wasmtime mapped, stay.
             #[expect(unsafe_code, reason = "buffers that are not passed are not there")]
             let hidden = unsafe { HostMemory::hide(mapped.end - first, at) };
@@ -423,7 +425,7 @@ impl Kernel {
             helping: AtomicUsize::new(0),
             waiting: std::thread::current(),
         });
-        self.crew.help(self, &progress, threads as usize - 1);
+        self.crew.help(self, &progress, usize::try_from(threads - 1).unwrap_or(0));
         self.work(&progress);
         progress.close();
         // Pinned memory may be another guest's by the next launch.
@@ -435,7 +437,7 @@ impl Kernel {
     }
 
     fn call_block(&self, block: &Block, launch: &HostLaunch<'_>, starts: &[u32]) -> Vec<u8> {
-        let mut bytes = vec![0; (CALL.params + CALL.param_bytes * block.own.len() as u32) as usize];
+        let mut bytes = vec![0; CALL.params as usize + CALL.param_bytes as usize * block.own.len()];
         let mut put = |at: u32, value: &[u8]| bytes[at as usize..at as usize + value.len()].copy_from_slice(value);
         for axis in 0..3 {
             put(CALL.items + 4 * axis, &launch.items[axis as usize].to_le_bytes());
@@ -534,13 +536,16 @@ impl Runner {
 /// Threads that help with launches, shared by all streams of a device: one fewer than there are cores, because whoever
 /// launches works too.
 #[derive(Clone)]
-struct Crew(Arc<Vec<SyncSender<(Arc<Kernel>, Arc<Progress>)>>>);
+struct Crew(Arc<Vec<SyncSender<Task>>>);
+
+/// A launch to help with.
+type Task = (Arc<Kernel>, Arc<Progress>);
 
 impl Crew {
     fn new() -> Crew {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let helper = |n: usize| {
-            let (sender, tasks) = sync_channel::<(Arc<Kernel>, Arc<Progress>)>(1);
+            let (sender, tasks) = sync_channel::<Task>(1);
             let run = move || {
                 for (kernel, progress) in tasks {
                     if progress.join() {
