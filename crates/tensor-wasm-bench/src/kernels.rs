@@ -2,6 +2,7 @@
 //! where there is a GPU, what a guest waits for a launch against what a program waits that has the GPU to itself.
 
 #![allow(unsafe_code, reason = "native loops for the instructions that the kernels are compiled for")]
+#![allow(clippy::cast_possible_wrap, reason = "sizes of the benchmarks")]
 
 use std::time::{Duration, Instant};
 
