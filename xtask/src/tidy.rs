@@ -140,7 +140,11 @@ fn specification(tree: &Tree) -> Vec<String> {
                 complaints.push(format!("no case {word}"));
             }
         } else if let Some(name) = word.strip_prefix("kernels::") {
-            if !has_test(tree.files.get("crates/tensor-wasm-jit/tests/kernels.rs"), name) {
+            let (file, name) = match name.split_once("::") {
+                Some((module, name)) => (format!("{module}/mod.rs"), name),
+                None => ("kernels.rs".to_owned(), name),
+            };
+            if !has_test(tree.files.get(&format!("crates/tensor-wasm-jit/tests/{file}")), name) {
                 complaints.push(format!("no test {word}"));
             }
         } else if let Some((crate_name, rest)) =
