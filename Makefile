@@ -5,7 +5,7 @@
 build:
 	cargo build --release -p tensor-wasm-cli
 
-# Builds everything, starts a server, deploys three examples, calls each, prints a table; Ctrl-C ends it.
+# Builds everything, starts a server, deploys four examples, calls each, prints a table; Ctrl-C ends it.
 run: build
 	cargo xtask demo
 

@@ -1,5 +1,5 @@
 //! `make run`: the main job end to end on embedded defaults. Starts the real server in a temporary directory, deploys
-//! three functions through the real client, calls each and prints a table; then leaves the server running.
+//! four functions through the real client, calls each and prints a table; then leaves the server running.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -23,7 +23,7 @@ struct Example {
     expect: &'static str,
 }
 
-const EXAMPLES: [Example; 3] = [
+const EXAMPLES: [Example; 4] = [
     Example {
         name: "hello",
         file: "hello.wasm",
@@ -47,6 +47,14 @@ const EXAMPLES: [Example; 3] = [
         path: "/functions/math/invoke",
         body: Some(r#"{"export":"fib","args":[50]}"#),
         expect: "\"result\":12586269025",
+    },
+    Example {
+        name: "gpu",
+        file: "gpu-examples.wasm",
+        what: "component, its own kernel",
+        path: "/functions/gpu/invoke",
+        body: Some(r#"{"export":"saxpy","args":[2.0,[1,2,3],[10,20,30]]}"#),
+        expect: "[12.0,24.0,36.0]",
     },
 ];
 
@@ -108,6 +116,7 @@ fn demo(exe: &Path, data: &Path) -> anyhow::Result<()> {
     println!("\n{CALLS} calls each over one connection, every answer checked.");
     println!("Try:  curl http://{}/run/hello/", server.addr);
     println!("      {} --server http://{} functions", exe.display(), server.addr);
+    println!("      {} --server http://{} invoke gpu --export device", exe.display(), server.addr);
     println!("      open http://{}/ in a browser", server.addr);
     if std::env::var("CI").is_ok_and(|ci| ci == "true") {
         return Ok(());
@@ -146,7 +155,9 @@ fn deploy(exe: &Path, addr: &str, file: &PathBuf, name: &str) -> anyhow::Result<
     let status = Command::new(exe)
         .args(["--server", &server, "deploy"])
         .arg(file)
+        // What may use the GPU is said for each function.
         .args(["--name", name])
+        .args((name == "gpu").then_some("--gpu"))
         .stdout(Stdio::null())
         .status()?;
     ensure!(status.success(), "deploying {name} failed");
