@@ -13,6 +13,9 @@ use crate::HashMap;
 /// What a memory can grow to, unless it begins with more. The device must see all of it from the start.
 const MEMORY_BYTES_MAX: usize = 16 << 20;
 
+/// What is said where there is none left.
+pub(crate) const SHORTAGE: &str = "no pinned memory is free";
+
 /// The pinned memories of a runtime's guests.
 #[derive(Default)]
 pub(crate) struct PinnedMemories {
@@ -50,7 +53,7 @@ unsafe impl MemoryCreator for Creator {
     ) -> Result<Box<dyn LinearMemory>, String> {
         let device = self.0.device.get().ok_or("the device is not open yet")?;
         let bytes_max = maximum.unwrap_or(usize::MAX).min(MEMORY_BYTES_MAX).max(minimum).max(1);
-        let pinned = device.pinned(bytes_max as u64).map_err(|e| format!("no pinned memory: {e}"))?;
+        let pinned = device.pinned(bytes_max as u64).map_err(|e| format!("{SHORTAGE}: {e}"))?;
         let reserved = reserved.unwrap_or(bytes_max).checked_add(guard).ok_or("the reservation is too large")?;
         let mapping = pinned.map(reserved.max(bytes_max)).map_err(|e| e.to_string())?;
         mapping.open(minimum as u64).map_err(|e| e.to_string())?;

@@ -403,6 +403,15 @@ fn cannot_start(store: &Store<State>, error: &wasmtime::Error) -> GuestError {
             retry_after: std::time::Duration::from_secs(1),
         });
     }
+    // Wasmtime hands on what a memory's creator says as text.
+    if format!("{error:#}").contains(crate::pinned::SHORTAGE) {
+        return GuestError::Rejected(Rejection::ServerBusy {
+            running: 0,
+            queued: 0,
+            why: crate::pinned::SHORTAGE,
+            retry_after: std::time::Duration::from_secs(1),
+        });
+    }
     match error.is::<wasmtime::Trap>() || error.is::<crate::failure::Fault>() || error.is::<wasmtime_wasi::I32Exit>() {
         true => fault(error).into(),
         false => GuestError::Rejected(Rejection::ModuleOverLimits { why: format!("{error:#}") }),
