@@ -208,7 +208,27 @@ fn upload(gpu: &Gpu, buffers: &[Vec<u8>]) -> Vec<Buffer> {
     buffers.iter().map(one).collect()
 }
 
+/// Microseconds from a module's bytes to PTX, for a kernel of a hundred instructions.
+fn compile_us() -> f64 {
+    let sum = "(local.set $x (f32.add (local.get $x) (f32.mul (f32.load (local.get $p)) (f32.load offset=4 (local.get $p)))))";
+    let step = "(local.set $p (i32.add (local.get $p) (i32.const 8)))";
+    let body = format!("{sum}{step}").repeat(8);
+    let text = format!(
+        r#"(module (memory 1) (func (export "k") (param $p i32) (param $out i32) (local $x f32)
+            {body} (f32.store (local.get $out) (local.get $x))))"#
+    );
+    let wasm = wat::parse_str(text).unwrap();
+    let once = |_| {
+        let began = Instant::now();
+        let image = Program::read(&wasm).and_then(|program| program.compile("k", &[true, true])).unwrap();
+        assert!(!image.ptx.is_empty());
+        began.elapsed().as_secs_f64() * 1e6
+    };
+    median((0..1000).map(once).collect())
+}
+
 fn main() {
+    println!("a kernel of a hundred instructions is compiled in {:.0} µs", compile_us());
     let args: Vec<String> = std::env::args().collect();
     let [_, wasm, cuda, ..] = args.as_slice() else {
         println!("give the guest's kernels and the file of the ones by hand");
@@ -228,6 +248,8 @@ fn main() {
     let info = device.info();
     let driver = format!("{}.{}", info.driver_version / 1000, info.driver_version % 1000 / 10);
     let mut report = Report::new("h200/kernels").on(&format!("{}, CUDA {driver} driver", info.name));
+    let what = "a module with a kernel of a hundred instructions, read and compiled to PTX";
+    report.bound("kernels/compile", what, compile_us(), "µs", Goal::AtMost(200.0));
     let mut rng = StdRng::seed_from_u64(7);
     for case in cases(&mut rng) {
         let is_window: Vec<bool> = case.args.iter().map(|arg| matches!(arg, B(_))).collect();
