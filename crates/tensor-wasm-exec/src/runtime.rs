@@ -217,8 +217,11 @@ impl Runtime {
         };
         let is_core = matches!(shape.0, Kind::CoreExports | Kind::CoreCommand);
         if settings.memory == MemoryKind::Pinned && !(is_core && settings.gpu) {
-            let why = "settings: memory = pinned is for core modules that may use the GPU".to_owned();
-            return Err(Rejection::InvalidArgs { why }.into());
+            let why = match is_core {
+                false => "settings: memory = pinned is for core modules, and this is a component",
+                true => "settings: memory = pinned is of use with gpu = true only (--gpu)",
+            };
+            return Err(Rejection::InvalidArgs { why: why.to_owned() }.into());
         }
         let record = RevisionRecord {
             revision: revision.clone(),

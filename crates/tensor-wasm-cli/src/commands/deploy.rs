@@ -84,6 +84,9 @@ impl Deploy {
         );
         match function["url"].as_str() {
             Some(url) => println!("{}{url}", global.server.trim_end_matches('/')),
+            None if field(&function, "kind").ends_with("_exports") => {
+                println!("try: tensor-wasm invoke {} --export NAME", field(&function, "name"));
+            }
             None => println!("try: tensor-wasm invoke {}", field(&function, "name")),
         }
         Ok(ExitCode::SUCCESS)
