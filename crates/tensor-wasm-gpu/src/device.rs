@@ -589,6 +589,11 @@ fn send_when_possible(link: &Arc<Link>, stream: usize, job: Job) -> Result<Ticke
 }
 
 impl Completion {
+    /// Whether it is over; costs a look at memory.
+    pub fn is_over(&self) -> bool {
+        self.0.is_over()
+    }
+
     /// Waits in this thread, at the same latency as an async task.
     pub fn wait(self) -> Result<(), DeviceError> {
         self.0.wait(|_| ()).map(drop)

@@ -2,13 +2,17 @@
 
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tensor_wasm_gpu::{Completion, Grid, Handle, Param, Params, Pinned};
+use tensor_wasm_gpu::{Completion, DeviceKind, Grid, Handle, Param, Params, Pinned};
 use tensor_wasm_jit::{RECORD, SHARED_ADDRESS, Trap, TrapKind, Ty, budget_ticks};
 
 use super::cache::{Image, Options};
 use super::{KernelError, KernelModule, Record, Seat};
+
+/// How long a thread looks for the end of a launch on a GPU before it does something else: a little more than an empty one
+/// takes.
+const LOOK: Duration = Duration::from_micros(12);
 
 /// Windows begin at multiples of this.
 const WINDOW_ALIGN: u64 = 256;
@@ -67,6 +71,8 @@ pub struct Launch {
     /// How long it may take.
     budget: Duration,
     ended: Option<Result<(), KernelError>>,
+    /// Whether the first wait looks for a moment without sleeping.
+    is_looked_for: bool,
     background: tokio::runtime::Handle,
 }
 
@@ -132,7 +138,8 @@ impl Seat {
         let completion = self.tenant.launch(&loaded, grid, &Params::new(params))?;
         drop(launches);
         let under_way = Some((completion, Arc::new(record)));
-        Ok(Launch { under_way, number, image, budget, ended: None, background: self.background.clone() })
+        let (ended, is_looked_for, background) = (None, kind == DeviceKind::Cuda, self.background.clone());
+        Ok(Launch { under_way, number, image, budget, ended, is_looked_for, background })
     }
 
     /// Launches code that is not ours: buffers are addresses, and nothing stops it but the worker's end.
@@ -161,15 +168,10 @@ impl Seat {
         let record = Arc::new(self.record(&bench)?);
         let completion = self.tenant.launch(&loaded, grid, &params)?;
         let background = self.background.clone();
+        let under_way = Some((completion, record));
         // No launch has this number, and so no record is about it.
-        Ok(Launch {
-            under_way: Some((completion, record)),
-            number: 0,
-            image: Arc::default(),
-            budget,
-            ended: None,
-            background,
-        })
+        let (number, image, ended, is_looked_for) = (0, Arc::default(), None, true);
+        Ok(Launch { under_way, number, image, budget, ended, is_looked_for, background })
     }
 
     /// The size of each argument that is memory; zero of the others.
@@ -212,6 +214,13 @@ impl Launch {
     /// Waits for the launch and says how it ended, as often as asked. May be given up and asked again.
     pub async fn wait(&mut self) -> Result<(), KernelError> {
         if let Some((completion, record)) = &mut self.under_way {
+            // A short kernel is over by the time that a guest would have given its thread away and got it back.
+            if std::mem::take(&mut self.is_looked_for) {
+                let until = Instant::now() + LOOK;
+                while !completion.is_over() && Instant::now() < until {
+                    std::hint::spin_loop();
+                }
+            }
             let done = std::future::poll_fn(|cx| Future::poll(Pin::new(&mut *completion), cx)).await;
             let mut bytes = [0; RECORD.bytes as usize];
             let read = record.page.read(record.offset, &mut bytes);

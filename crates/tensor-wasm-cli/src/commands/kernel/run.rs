@@ -37,6 +37,7 @@ const STUCK: Duration = Duration::from_secs(60);
 /// Files are written only if the launch ends well.
 ///
 /// Exit code 1 if the kernel traps, takes too long or is refused; 2 if an argument or a file is not right.
+#[allow(rustdoc::broken_intra_doc_links, reason = "the text is the help that is printed, brackets and all")]
 #[derive(clap::Args)]
 #[command(
     verbatim_doc_comment,
