@@ -465,6 +465,11 @@ impl Link {
             if !has_passed(stream.announced, number) {
                 // What is not on the device yet cannot be announced; whoever sends it looks again.
                 let Some(last) = stream.running.back().map(|cell| state.cells[*cell as usize].number) else { continue };
+                // It was asked already. Asking for as long as a job waits in line put more rings before that job than a stream
+                // could work off.
+                if has_passed(stream.announced, last) {
+                    continue;
+                }
                 if ring.push(NOTIFY | n as u32, &mut state.ring_head) {
                     stream.announced = last;
                     has_asked = true;
