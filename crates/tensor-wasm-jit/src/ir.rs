@@ -558,38 +558,6 @@ impl Op {
         }
     }
 
-    /// Every register that it reads.
-    pub(crate) fn uses(&self, mut visit: impl FnMut(Reg)) {
-        match self {
-            Op::Move { from: reg, .. }
-            | Op::Un { a: reg, .. }
-            | Op::Id { dimension: reg, .. }
-            | Op::Load { at: Address { base: reg, .. }, .. }
-            | Op::AtomicLoad { at: Address { base: reg, .. }, .. }
-            | Op::If { condition: reg, .. }
-            | Op::BranchIf { condition: reg, .. }
-            | Op::BranchTable { index: reg, .. } => visit(*reg),
-            Op::Bin { a, b, .. }
-            | Op::Store { at: Address { base: a, .. }, value: b, .. }
-            | Op::AtomicStore { at: Address { base: a, .. }, value: b, .. }
-            | Op::CheckRange { start: a, count: b, .. } => [*a, *b].into_iter().for_each(visit),
-            Op::Math { operands, .. } => operands.iter().copied().for_each(visit),
-            Op::Select { condition, a, b, .. } => [*condition, *a, *b].into_iter().for_each(visit),
-            Op::Atomic { at, value, expected, .. } => [at.base, *value, *expected].into_iter().for_each(visit),
-            Op::Const { .. }
-            | Op::Shared { .. }
-            | Op::Barrier { .. }
-            | Op::Fence
-            | Op::Trap { .. }
-            | Op::Block { .. }
-            | Op::Loop { .. }
-            | Op::Else { .. }
-            | Op::End { .. }
-            | Op::Branch { .. }
-            | Op::Return => {}
-        }
-    }
-
     /// The place in the source that it is blamed on.
     pub(crate) fn site(&self) -> Option<Site> {
         match self {
@@ -606,9 +574,7 @@ impl Op {
             _ => None,
         }
     }
-}
 
-impl Op {
     /// The registers it reads.
     pub(crate) fn reads(&self) -> [Option<Reg>; 3] {
         match self {

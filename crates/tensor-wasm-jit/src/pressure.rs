@@ -75,7 +75,7 @@ fn intervals(body: &Body) -> Vec<Option<(usize, usize)>> {
         while loops.last().is_some_and(|(_, end)| *end < at) {
             loops.pop();
         }
-        op.uses(|reg| {
+        for reg in op.reads().into_iter().flatten() {
             let reg = reg.0 as usize;
             first[reg] = first[reg].min(at);
             // The outermost loop that it was assigned before: it is needed until that ends. What goes round a loop is assigned
@@ -84,7 +84,7 @@ fn intervals(body: &Body) -> Vec<Option<(usize, usize)>> {
             let outside = loops.partition_point(|(start, _)| *start < from);
             let until = loops.get(outside).map_or(at, |(_, end)| *end);
             last[reg] = last[reg].max(Some(until));
-        });
+        }
         if let Some(to) = op.to() {
             let to = to.0 as usize;
             first[to] = first[to].min(carried[at].unwrap_or(at));
