@@ -5,9 +5,9 @@
 use std::hint::black_box;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use tensor_wasm_exec::kernels::cache::{Images, Options};
 use tensor_wasm_gpu::DeviceKind;
 use tensor_wasm_jit::Program;
+use tensor_wasm_launch::cache::{Images, Options};
 
 fn module(body: &str) -> Vec<u8> {
     let text = format!(

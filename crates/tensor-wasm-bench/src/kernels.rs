@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use tensor_wasm_exec::catalog::Settings;
-use tensor_wasm_exec::kernels::{Argument, KernelModule, Kernels, Seat};
 use tensor_wasm_exec::{Call, Config, Invocation, Output, Runtime};
 use tensor_wasm_gpu::{Buffer, Device, DeviceChoice, OpenOptions, Placement, TenantLimits};
+use tensor_wasm_launch::{Argument, KernelModule, Kernels, Seat};
 
 use crate::report::{Goal, Report, median, root};
 
@@ -26,7 +26,7 @@ struct Bench {
 impl Bench {
     fn open() -> anyhow::Result<Bench> {
         let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build()?;
-        let host = tensor_wasm_exec::kernels::host::host_kernels();
+        let host = tensor_wasm_exec::engine::cpu_kernels::host_kernels();
         let device = Device::open(&OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() })?;
         let kernels = Kernels::new(device, None, threads.handle().clone());
         let wasm = std::fs::read(root().join("target/guests/example-kernels.wasm")).context("cargo xtask guests")?;

@@ -18,6 +18,7 @@ use tokio::sync::{mpsc, oneshot};
 use crate::admission::{Account, Admitted, Permit};
 use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
 use crate::config::Limits;
+use crate::engine::pool::{Entry, Instance, Lease, Loaded, Pool};
 use crate::failure::{Bug, Failure, Fault, Rejection};
 use crate::guest::component::Args;
 use crate::guest::http::{self, Exchange};
@@ -25,7 +26,6 @@ use crate::guest::running::{Given, RunningCall, Surroundings, Used};
 use crate::guest::stdio::Sink;
 use crate::guest::supervise::{Stopped, Supervised};
 use crate::guest::{GuestError, command, component, core};
-use crate::pool::{Entry, Instance, Lease, Loaded, Pool};
 use crate::runtime::Runtime;
 
 /// No call waits in line longer than this, whatever its own deadline.

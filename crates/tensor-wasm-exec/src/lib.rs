@@ -15,12 +15,8 @@ pub mod invoke;
 
 pub mod admission;
 pub mod catalog;
-pub mod compile;
 pub mod engine;
 pub mod guest;
-pub mod kernels;
-mod pinned;
-pub mod pool;
 
 pub mod jobs;
 pub mod local;

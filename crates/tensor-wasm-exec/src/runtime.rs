@@ -16,17 +16,17 @@ use crate::catalog::{
     Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SourceError, StoreError,
     check_name, now_ms,
 };
-use crate::compile::Compiler;
 use crate::config::Config;
 use crate::engine::Engines;
+use crate::engine::compile::Compiler;
+use crate::engine::pool::{Loaded, Pool};
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
 use crate::jobs::{Jobs, Recovered, Recovery};
-use crate::kernels::{Kernels, Opener};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
-use crate::pool::{Loaded, Pool};
+use tensor_wasm_launch::{Kernels, Opener};
 
 /// How much nicer background threads are than serving ones: about a tenth of the CPU when both want all of it.
 const BACKGROUND_NICE: i32 = 10;
@@ -278,7 +278,7 @@ impl Runtime {
         revision: &Revision,
         account: &Account,
         memory: MemoryKind,
-    ) -> Result<crate::compile::Compiled, Failure> {
+    ) -> Result<crate::engine::compile::Compiled, Failure> {
         let compiled =
             self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, account, memory).await;
         match &compiled {

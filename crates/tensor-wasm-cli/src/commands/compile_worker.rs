@@ -12,7 +12,7 @@ pub(crate) struct CompileWorker {
 
 impl CompileWorker {
     pub(crate) fn execute(self) -> Ended {
-        println!("{}", tensor_wasm_exec::compile::worker(&self.order).map_err(Failed::Usage)?);
+        println!("{}", tensor_wasm_exec::engine::compile::worker(&self.order).map_err(Failed::Usage)?);
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -11,6 +11,10 @@ pub(crate) struct DeviceWorker {
 
 impl DeviceWorker {
     pub(crate) fn execute(self) -> Ended {
-        Ok(tensor_wasm_gpu::worker_main(self.slab_fd, self.device, tensor_wasm_exec::kernels::host::host_kernels()))
+        Ok(tensor_wasm_gpu::worker_main(
+            self.slab_fd,
+            self.device,
+            tensor_wasm_exec::engine::cpu_kernels::host_kernels(),
+        ))
     }
 }

@@ -115,7 +115,7 @@ fn device_options(choice: DeviceChoice, exe: &std::path::Path, tell: Sender<Devi
     };
     // The CPU too: what compiles and runs strangers' kernels is not the server.
     let placement = Placement::Process { exe: exe.to_owned(), args: vec!["device-worker".to_owned()] };
-    let host = tensor_wasm_exec::kernels::host::host_kernels();
+    let host = tensor_wasm_exec::engine::cpu_kernels::host_kernels();
     OpenOptions { choice, placement, events: Events(Some(Arc::new(listener))), host, ..OpenOptions::default() }
 }
 

@@ -14,11 +14,11 @@ use super::http::Outbound;
 use super::stdio::{Captured, Sink};
 use crate::admission::Account;
 use crate::catalog::Serving;
+use crate::engine::pinned::PinnedMemories;
 use crate::invoke::Usage;
-use crate::kernels::Kernels;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
-use crate::pinned::PinnedMemories;
+use tensor_wasm_launch::Kernels;
 
 /// What all calls of a runtime share and their guests may reach. Not the pool: kept instances hold their last call, so
 /// that would be a circle.

@@ -6,7 +6,7 @@ use std::sync::mpsc::{Sender, channel};
 
 use super::finish;
 use crate::error::DeviceError;
-use crate::job::{Answer, Job, Sent};
+use crate::queue::job::{Answer, Job, Sent};
 use crate::slab::Slab;
 
 /// What lanes do their jobs with.

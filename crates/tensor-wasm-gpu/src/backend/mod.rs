@@ -3,13 +3,12 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 mod lane;
-mod modules;
 
 use std::sync::atomic::Ordering;
 
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
-use crate::job::{Answer, Cell, Job, Sent};
+use crate::queue::job::{Answer, Cell, Job, Sent};
 use crate::slab::Slab;
 
 pub(crate) trait Backend {

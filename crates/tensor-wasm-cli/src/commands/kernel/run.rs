@@ -7,11 +7,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use tensor_wasm_exec::kernels::{Argument, KernelError, KernelModule, Kernels, Seat, host};
+use tensor_wasm_exec::engine::cpu_kernels;
 use tensor_wasm_gpu::{
     Buffer, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, Pinned, SlabPlan, TenantLimits,
 };
 use tensor_wasm_jit::{BUDGET_TICKS_MAX, CONTROL, Program};
+use tensor_wasm_launch::{Argument, KernelError, KernelModule, Kernels, Seat};
 
 use super::argument::{Content, Given, Output, Value, check_outputs};
 use crate::{Ended, Failed, Global, table};
@@ -287,7 +288,7 @@ fn open(choice: DeviceChoice, deadline: Duration) -> Result<Device, Failed> {
         choice,
         memory: SlabPlan { pinned_bytes: 1 << 20, ..OpenOptions::default().memory },
         job_max: deadline + STUCK,
-        host: host::host_kernels(),
+        host: cpu_kernels::host_kernels(),
         ..OpenOptions::default()
     };
     let device = Device::open(&options).map_err(|why| Failed::No(format!("--device {choice}: {why}")))?;

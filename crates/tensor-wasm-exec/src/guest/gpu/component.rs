@@ -9,7 +9,7 @@ use wasmtime_wasi::p2::{DynPollable, Pollable, subscribe};
 
 use self::bindings::tensor_wasm::gpu::compute::{self, Error, Info, Kind, Size};
 use super::{HeldModule, State};
-use crate::kernels::{Argument, KernelError, Launch};
+use tensor_wasm_launch::{Argument, KernelError, Launch};
 
 /// What one call may read: it is copied through the host's memory.
 const READ_BYTES_MAX: u64 = 16 << 20;

@@ -8,7 +8,7 @@ use tensor_wasm_gpu::{Buffer, DeviceError, Handle};
 use wasmtime::{Caller, Extern, Linker, Memory};
 
 use super::{HeldModule, State};
-use crate::kernels::{Argument, KernelError, Launch};
+use tensor_wasm_launch::{Argument, KernelError, Launch};
 
 const MODULE: &str = "wasi:cuda/host@0.2.0";
 

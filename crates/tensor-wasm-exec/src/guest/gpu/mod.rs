@@ -15,7 +15,7 @@ use tensor_wasm_jit::{MODULE_BYTES_MAX, Refusal};
 use super::running::RunningCall;
 use super::state::State;
 use crate::config::Limits;
-use crate::kernels::{Argument, Canceller, KernelError, KernelModule, Launch, Seat};
+use tensor_wasm_launch::{Argument, Canceller, KernelError, KernelModule, Launch, Seat};
 
 /// Jobs of a tenant on the device at once, and in line for it.
 const JOBS_RUNNING_MAX: usize = 256;

@@ -9,10 +9,10 @@ use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUresult;
 use parking_lot::Mutex;
 
-use super::cuda::{Context, check, unknown};
-use super::lane::{Loader, uploaded};
+use super::{Context, check, unknown};
+use crate::backend::lane::{Loader, uploaded};
 use crate::error::DeviceError;
-use crate::job::{Answer, Cell, Job};
+use crate::queue::job::{Answer, Cell, Job};
 use crate::slab::{PAYLOAD_BYTES_MAX, Slab};
 
 /// Room for the complaints of the driver's PTX compiler.

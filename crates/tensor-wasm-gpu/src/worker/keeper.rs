@@ -17,11 +17,11 @@ use crate::backend::cpu::CpuBackend;
 use crate::backend::cuda::CudaBackend;
 use crate::choice::{DeviceChoice, Unavailable};
 use crate::device::{DeviceEvent, Inner, OpenOptions, Placement};
-use crate::host::HostKernels;
-use crate::link::Link;
 use crate::metrics::Metrics;
+use crate::queue::link::Link;
 use crate::slab::{Slab, WorkerState};
 use crate::worker;
+use crate::worker::host::HostKernels;
 
 /// A worker must be ready within this; a CUDA context takes about a third of a second.
 const START_MAX: Duration = Duration::from_secs(60);

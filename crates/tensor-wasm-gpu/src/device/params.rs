@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::arena::Handle;
+use crate::device::arena::Handle;
+use crate::device::pinned::Pinned;
 use crate::error::DeviceError;
-use crate::pinned::Pinned;
 use crate::slab::{PAYLOAD_BYTES_MAX, Slab};
 
 #[derive(Debug, Clone, PartialEq)]

@@ -6,14 +6,14 @@ use std::task::{Context, Poll};
 
 use parking_lot::Mutex;
 
-use crate::arena::Handle;
+use crate::device::arena::Handle;
+use crate::device::pinned::Pinned;
+use crate::device::staging::{BLOCK_BYTES, Block, Keep, Staging};
 use crate::device::{Completion, Tenant};
 use crate::error::DeviceError;
-use crate::job::{Cell, Job};
-use crate::link::Order;
-use crate::pinned::Pinned;
+use crate::queue::job::{Cell, Job};
+use crate::queue::link::Order;
 use crate::slab::PAYLOAD_BYTES_MAX;
-use crate::staging::{BLOCK_BYTES, Block, Keep, Staging};
 
 /// Copies of ordinary memory from this size on are shared between threads: one alone fills staging slower than a GPU
 /// empties it.

@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::bell::Bell;
-use crate::ring::Ring;
+use crate::sync::doorbell::Bell;
+use crate::sync::ring::Ring;
 
 /// Jobs that may be under way at once, all tenants together.
 pub(crate) const CELLS: usize = 2048;

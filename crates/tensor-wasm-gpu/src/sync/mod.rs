@@ -1,4 +1,9 @@
-//! Atomics and locks, from `loom` when the lock-free parts are being model-checked.
+//! The lock-free parts: the job ring, the doorbell that wakes a sleeping side, and who waits for which flag. Atomics and locks
+//! come from here, and from `loom` when these parts are being model-checked.
+
+pub(crate) mod doorbell;
+pub(crate) mod ring;
+pub(crate) mod waiters;
 
 #[cfg(not(loom))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

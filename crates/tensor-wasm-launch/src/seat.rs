@@ -1,50 +1,23 @@
-//! Kernels of guests, from their Wasm to a launch that is over: compiled here, for the device there is, loaded by its worker,
-//! launched with buffers of the same tenant, and what they trapped with turned into words.
-//!
-//! `cache.rs` keeps what was compiled; `launch.rs` is one launch; `host.rs` is what a CPU device runs kernels with, which is
-//! the worker's side and not the server's.
-
-pub mod cache;
-pub mod host;
-mod launch;
+//! Who launches: a device that kernels run on, the tenants on it, and what each keeps there between two launches (compiled
+//! kernels that stay loaded, the control block, slots for trap records).
 
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{Buffer, Device, DeviceError, Kernel, Pinned, Tenant, TenantLimits};
-use tensor_wasm_jit::{CONTROL, Program, RECORD, Refusal, Ty};
+use tensor_wasm_jit::{CONTROL, RECORD};
 use tokio::runtime::Handle;
 
-use self::cache::{Images, Options};
-use crate::HashMap;
-
-pub use self::launch::{Argument, Canceller, Launch};
+use crate::cache::{Image, Images, Options};
+use crate::module::{KernelModule, is_device_code};
+use crate::{HashMap, KernelError};
 
 /// Kernels of one tenant that stay loaded; the device's compiler takes milliseconds for each.
 const LOADED_MAX: usize = 64;
 
 /// Bytes of a page of records, which is what pinned memory is handed out in.
 const RECORDS_PAGE_BYTES: u32 = 4096;
-
-/// Why a kernel was not run, or did not end as it should.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum KernelError {
-    #[error("{0}")]
-    Refused(#[from] Refusal),
-    #[error("{0}")]
-    Device(#[from] DeviceError),
-    #[error("{0}")]
-    Arguments(String),
-    #[error("{0}")]
-    Trap(String),
-    #[error("{0}")]
-    Deadline(String),
-    #[error("{0}")]
-    Denied(String),
-    #[error("{0}")]
-    Busy(String),
-}
 
 /// Kernels on one device, for all tenants.
 pub struct Kernels {
@@ -61,36 +34,25 @@ pub struct Kernels {
 /// Opens a device. Takes as long as that takes.
 pub type Opener = Arc<dyn Fn() -> Result<Device, String> + Send + Sync>;
 
-/// A module whose exports are kernels.
-pub struct KernelModule {
-    /// Wasm, or code of a GPU as it is.
-    code: Vec<u8>,
-    is_raw: bool,
-    hash: blake3::Hash,
-    kernels: Vec<(Arc<str>, Vec<Ty>)>,
-    /// Exports that are no kernels, and why.
-    others: Vec<(String, String)>,
-}
-
 /// A tenant's place on the device.
 pub struct Seat {
     pub tenant: Tenant,
     images: Arc<Images>,
-    background: Handle,
+    pub(crate) background: Handle,
     bench: Arc<Mutex<Option<Arc<Bench>>>>,
     /// Held while a kernel of the tenant is compiled and loaded: one after the other, and each once.
     loading: Arc<tokio::sync::Mutex<()>>,
 }
 
 /// What a tenant's launches need, for as long as one worker lives.
-struct Bench {
+pub(crate) struct Bench {
     worker: u32,
     /// What launches of the tenant's stream share on the device.
-    control: Buffer,
+    pub(crate) control: Buffer,
     records: Mutex<Records>,
     loaded: Mutex<Loaded>,
     /// The number of the last launch. Held while one is sent: numbers grow in the order of the stream.
-    launches: Mutex<u64>,
+    pub(crate) launches: Mutex<u64>,
 }
 
 #[derive(Default)]
@@ -105,9 +67,9 @@ struct Loaded {
 }
 
 /// A place for the record of one launch.
-struct Record {
-    page: Pinned,
-    offset: u64,
+pub(crate) struct Record {
+    pub(crate) page: Pinned,
+    pub(crate) offset: u64,
     bench: Arc<Bench>,
 }
 
@@ -159,13 +121,7 @@ impl Kernels {
 
     /// The same for a tenant that is trusted: code of a GPU is taken as it is.
     pub fn trusted_module(&self, code: Vec<u8>) -> Result<Arc<KernelModule>, KernelError> {
-        match is_device_code(&code) {
-            false => self.module(code),
-            true => {
-                let hash = blake3::hash(&code);
-                Ok(Arc::new(KernelModule { code, is_raw: true, hash, kernels: Vec::new(), others: Vec::new() }))
-            }
-        }
+        if is_device_code(&code) { Ok(Arc::new(KernelModule::raw(code))) } else { self.module(code) }
     }
 
     /// The place of a trusted tenant, on a worker that is its alone: what it loads may break it. Takes as long as opening a
@@ -203,59 +159,9 @@ impl Kernels {
     }
 }
 
-/// PTX, a cubin or a fat binary: what a driver would load.
-fn is_device_code(bytes: &[u8]) -> bool {
-    let text = bytes.trim_ascii_start();
-    let starts = [&b"//"[..], b".version", b".target", b"\x50\xed\x55\xba"];
-    // The machine that an ELF file is for.
-    let is_cubin = bytes.starts_with(b"\x7fELF") && bytes.get(18..20) == Some(&[190, 0]);
-    is_cubin || starts.iter().any(|start| text.starts_with(start))
-}
-
-impl KernelModule {
-    fn read(wasm: Vec<u8>, hash: blake3::Hash) -> Result<KernelModule, Refusal> {
-        let program = Program::read(&wasm)?;
-        let (mut kernels, mut others) = (Vec::new(), Vec::new());
-        for (name, types) in program.exports() {
-            match types {
-                Ok(types) => kernels.push((name.into(), types)),
-                Err(why) => others.push((name.to_owned(), why.to_string())),
-            }
-        }
-        Ok(KernelModule { code: wasm, is_raw: false, hash, kernels, others })
-    }
-
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.kernels.iter().map(|(name, _)| &**name)
-    }
-
-    /// Whether it has a kernel of that name, and if not why.
-    pub fn has(&self, name: &str) -> Result<(), KernelError> {
-        match self.is_raw {
-            // Its device says so when it is launched.
-            true => Ok(()),
-            false => self.kernel(name).map(drop),
-        }
-    }
-
-    fn kernel(&self, name: &str) -> Result<&(Arc<str>, Vec<Ty>), KernelError> {
-        if self.is_raw {
-            return Err(KernelError::Arguments("it is code of a GPU, whose kernels are not known here".to_owned()));
-        }
-        if let Some(kernel) = self.kernels.iter().find(|(own, _)| &**own == name) {
-            return Ok(kernel);
-        }
-        if let Some((_, why)) = self.others.iter().find(|(own, _)| own == name) {
-            return Err(KernelError::Arguments(why.clone()));
-        }
-        let known = self.names().collect::<Vec<_>>().join(", ");
-        Err(Refusal::NoSuchKernel { name: name.chars().take(64).collect(), known }.into())
-    }
-}
-
 impl Seat {
     /// What launches need from the worker of the moment.
-    async fn bench(&self) -> Result<Arc<Bench>, KernelError> {
+    pub(crate) async fn bench(&self) -> Result<Arc<Bench>, KernelError> {
         let worker = self.tenant.device().restarts();
         if let Some(bench) = self.bench.lock().as_ref().filter(|bench| bench.worker == worker) {
             return Ok(bench.clone());
@@ -276,7 +182,7 @@ impl Seat {
         self.background.spawn_blocking(make).await.map_err(ended)?
     }
 
-    fn record(&self, bench: &Arc<Bench>) -> Result<Record, KernelError> {
+    pub(crate) fn record(&self, bench: &Arc<Bench>) -> Result<Record, KernelError> {
         let mut records = bench.records.lock();
         if records.free.is_empty() {
             let page = self.tenant.device().pinned(u64::from(RECORDS_PAGE_BYTES))?;
@@ -288,12 +194,12 @@ impl Seat {
     }
 
     /// The kernel loaded on the device, and what it was made from.
-    async fn loaded(
+    pub(crate) async fn loaded(
         &self,
         bench: &Arc<Bench>,
         module: &Arc<KernelModule>,
         options: Options,
-    ) -> Result<(Kernel, Arc<cache::Image>), KernelError> {
+    ) -> Result<(Kernel, Arc<Image>), KernelError> {
         let image = self.images.get(module.hash, &options);
         let key = (module.hash, options);
         if let Some((image, kernel)) = image.zip(bench.loaded.lock().get(&key)) {

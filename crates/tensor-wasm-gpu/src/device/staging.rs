@@ -6,9 +6,9 @@ use std::task::{Poll, Waker};
 
 use parking_lot::Mutex;
 
+use crate::device::launch::{Loaded, Recorded};
+use crate::device::pinned::Pinned;
 use crate::error::DeviceError;
-use crate::launch::{Loaded, Recorded};
-use crate::pinned::Pinned;
 use crate::slab::Slab;
 
 /// Large enough that the copy engine runs at full speed, small enough that filling one overlaps with sending the last.

@@ -16,14 +16,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::device::staging::{Keep, Staging};
 use crate::error::DeviceError;
-use crate::fair::{Fair, Full, Share};
 use crate::info::DeviceKind;
-use crate::job::{Answer, Cell, Job};
 use crate::metrics::Metrics;
+use crate::queue::fair::{Fair, Full, Share};
+use crate::queue::job::{Answer, Cell, Job};
 use crate::slab::{CELLS, SEATS, STREAMS, Slab, WorkerState};
-use crate::staging::{Keep, Staging};
-use crate::waiters::{Waiter, Waiters};
+use crate::sync::waiters::{Waiter, Waiters};
 use crate::worker::STOP;
 
 /// Who awaits a job looks at its flag for this long before it lets itself be woken: launching and completing an empty

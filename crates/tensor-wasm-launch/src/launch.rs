@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use tensor_wasm_gpu::{Completion, DeviceKind, Grid, Handle, Param, Params, Pinned};
 use tensor_wasm_jit::{RECORD, SHARED_ADDRESS, Trap, TrapKind, Ty, budget_ticks};
 
-use super::cache::{Image, Options};
-use super::{KernelError, KernelModule, Record, Seat};
+use crate::cache::{Image, Options};
+use crate::seat::Record;
+use crate::{KernelError, KernelModule, Seat};
 
 /// How long a thread looks for the end of a launch on a GPU before it does something else: a little more than an empty one
 /// takes.

@@ -4,6 +4,13 @@
 //! Everything of a tenant is on one stream, in the order it was asked for. What is asked for is checked here, against the
 //! tenant's own buffers, before a job is sent.
 
+pub(crate) mod arena;
+pub(crate) mod copy;
+pub(crate) mod launch;
+pub(crate) mod params;
+pub(crate) mod pinned;
+pub(crate) mod staging;
+
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::pin::Pin;
@@ -14,20 +21,20 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock};
 use prometheus_client::registry::Registry;
 
-use crate::arena::{Arena, Handle, MemoryStats, Origin, Shortage, Span};
 use crate::choice::{DeviceChoice, Unavailable};
+use crate::device::arena::{Arena, Handle, MemoryStats, Origin, Shortage, Span};
+use crate::device::launch::Loaded;
+use crate::device::params::Param;
+use crate::device::pinned::{Pinned, PinnedPool};
 use crate::error::DeviceError;
-use crate::fair::Share;
-use crate::host::HostKernels;
 use crate::info::{DeviceInfo, DeviceKind};
-use crate::job::{Answer, Job};
-use crate::keeper::{self, Keeper, Opened};
-use crate::launch::Loaded;
-use crate::link::{CONTROL, Link, Order, Ticket};
 use crate::metrics::{Gauges, Metrics, Reading};
-use crate::params::Param;
-use crate::pinned::{Pinned, PinnedPool};
+use crate::queue::fair::Share;
+use crate::queue::job::{Answer, Job};
+use crate::queue::link::{CONTROL, Link, Order, Ticket};
 use crate::slab::{SEATS, SlabPlan};
+use crate::worker::host::HostKernels;
+use crate::worker::keeper::{self, Keeper, Opened};
 
 /// A tenant's memory pool in the driver may hold this much more than the tenant's quota: chunks are not always full.
 const POOL_SLACK_BYTES: u64 = 128 << 20;

@@ -6,7 +6,7 @@
 
 use std::task::Waker;
 
-use crate::bell::Bell;
+use crate::sync::doorbell::Bell;
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
 #[derive(Default)]

@@ -2,13 +2,16 @@
 //! backend write the stream's flag when they are done. In `serve` it is a process of its own and for library use a thread; `keeper.rs`
 //! starts either.
 
+pub(crate) mod host;
+pub(crate) mod keeper;
+
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::backend::Backend;
 use crate::error::DeviceError;
-use crate::job::{Answer, Cell, Job};
-use crate::link::{LOW, NOTIFY, PRIORITY};
+use crate::queue::job::{Answer, Cell, Job};
+use crate::queue::link::{LOW, NOTIFY, PRIORITY};
 use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, SEATS, STREAMS, Slab, WorkerState};
 
 /// An entry of the ring that ends the worker.
@@ -140,14 +143,14 @@ pub(crate) fn lost(slab: &Slab, error: &DeviceError) {
 mod tests {
     use super::*;
     use crate::backend::cpu::CpuBackend;
-    use crate::link::{CONTROL, Link};
+    use crate::queue::link::{CONTROL, Link};
     use crate::slab::SlabPlan;
     use std::sync::Arc;
 
     #[test]
     fn what_is_sent_together_fails_together_with_the_first_error() {
         let slab = Arc::new(Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 0 }).unwrap());
-        let mut backend = CpuBackend::new(slab.clone(), crate::host::HostKernels::default());
+        let mut backend = CpuBackend::new(slab.clone(), host::HostKernels::default());
         crate::info::put(&slab, &backend.info());
         let own = slab.clone();
         let worker = std::thread::spawn(move || run(&own, &mut backend, Duration::ZERO));

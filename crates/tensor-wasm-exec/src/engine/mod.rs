@@ -7,6 +7,11 @@
 //! pages were touched (`PAGEMAP_SCAN`) and copying those back, so that between two guests on the same slot nothing is
 //! unmapped, no page faults again and no other core's TLB is flushed.
 
+pub mod compile;
+pub mod cpu_kernels;
+pub(crate) mod pinned;
+pub mod pool;
+
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,7 +22,7 @@ use wasmtime::{Enabled, InstanceAllocationStrategy, OptLevel, PoolingAllocationC
 
 use crate::catalog::{Flavor, MemoryKind};
 use crate::config::{Config, Optimize, SLOT_MEMORY_BYTES};
-use crate::pinned::{Creator, PinnedMemories};
+use crate::engine::pinned::{Creator, PinnedMemories};
 
 /// How often running guests are interrupted: the granularity of deadlines and of time-slicing between guests. A tick
 /// costs one store per engine.

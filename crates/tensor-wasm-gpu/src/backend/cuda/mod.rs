@@ -5,6 +5,8 @@
 //! needed: one that sleeps in the driver until an event and then rings the server's bell, and one that loads modules
 //! (`modules.rs`).
 
+mod modules;
+
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::mem::MaybeUninit;
@@ -15,14 +17,14 @@ use std::sync::mpsc::{Sender, channel};
 use cudarc::driver::sys as cu;
 use cudarc::driver::sys::CUresult;
 
+use self::modules::Modules;
 use super::Backend;
 use super::lane::Lane;
-use super::modules::Modules;
 use crate::choice::Unavailable;
 use crate::error::DeviceError;
 use crate::info::{DeviceInfo, DeviceKind};
-use crate::job::{Answer, Job, Sent};
-use crate::link::CONTROL;
+use crate::queue::job::{Answer, Job, Sent};
+use crate::queue::link::CONTROL;
 use crate::slab::{PAYLOAD_BYTES_MAX, SEATS, Slab};
 
 /// The oldest CUDA a driver may be for: what we ask kernels about their parameters came with 12.4.

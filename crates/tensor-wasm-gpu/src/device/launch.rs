@@ -5,16 +5,16 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::arena::{Arena, Handle};
+use crate::device::arena::{Arena, Handle};
+use crate::device::params::Params;
+use crate::device::pinned::Pinned;
+use crate::device::staging::{BLOCK_BYTES, Keep};
 use crate::device::{Bound, Completion, Garbage, Tenant, lane};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
-use crate::job::{Answer, Cell, Job};
-use crate::link::{CONTROL, Order, Ticket};
-use crate::params::Params;
-use crate::pinned::Pinned;
+use crate::queue::job::{Answer, Cell, Job};
+use crate::queue::link::{CONTROL, Order, Ticket};
 use crate::slab::PAYLOAD_BYTES_MAX;
-use crate::staging::{BLOCK_BYTES, Keep};
 
 /// A loaded kernel module of a tenant. Cloning shares it; it is unloaded with the last clone and the last kernel of it.
 #[derive(Clone)]

@@ -18,8 +18,8 @@ use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
 use crate::HashMap;
 use crate::admission::Permit;
 use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
-use crate::compile::{self, Code};
 use crate::engine::Engines;
+use crate::engine::compile::{self, Code};
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::budget::Refused;
 use crate::guest::component::ComponentExport;
@@ -404,11 +404,11 @@ fn cannot_start(store: &Store<State>, error: &wasmtime::Error) -> GuestError {
         });
     }
     // Wasmtime hands on what a memory's creator says as text.
-    if format!("{error:#}").contains(crate::pinned::SHORTAGE) {
+    if format!("{error:#}").contains(crate::engine::pinned::SHORTAGE) {
         return GuestError::Rejected(Rejection::ServerBusy {
             running: 0,
             queued: 0,
-            why: crate::pinned::SHORTAGE,
+            why: crate::engine::pinned::SHORTAGE,
             retry_after: std::time::Duration::from_secs(1),
         });
     }
