@@ -1,5 +1,5 @@
-//! A module of whatever the bytes say, each function of which is run by Wasmtime and in the emulator: results, traps and memory
-//! are the same to the last bit.
+//! A module of whatever the bytes say, each function of which is run by Wasmtime and in the emulator: results, traps
+//! and memory are the same to the last bit.
 
 #![no_main]
 

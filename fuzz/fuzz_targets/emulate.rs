@@ -1,5 +1,5 @@
-//! A kernel of whatever the bytes say, with imports, atomics and ranges of memory, launched in the emulator on small buffers.
-//! The emulator understands all that is emitted, and finds no access outside the buffers: the fence holds.
+//! A kernel of whatever the bytes say, with imports, atomics and ranges of memory, launched in the emulator on small
+//! buffers. The emulator understands all that is emitted, and finds no access outside the buffers: the fence holds.
 
 #![no_main]
 

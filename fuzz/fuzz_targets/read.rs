@@ -1,5 +1,5 @@
-//! Any bytes as a kernel module: read, and every export compiled in every way there is. Nothing may panic or take long; the
-//! time is the fuzzer's `-timeout`.
+//! Any bytes as a kernel module: read, and every export compiled in every way there is. Nothing may panic or take long;
+//! the time is the fuzzer's `-timeout`.
 
 #![no_main]
 

@@ -32,8 +32,8 @@ const PIECE_BYTES: usize = 16 << 20;
 
 /// `len` elements on the device. It is freed when it is dropped; launches that were asked for before still find it.
 ///
-/// Everything that is asked of the device is done in the order it was asked, so a read after a launch sees what the launch
-/// wrote.
+/// Everything that is asked of the device is done in the order it was asked, so a read after a launch sees what the
+/// launch wrote.
 pub struct Buffer<T: Pod> {
     pub(crate) raw: compute::Buffer,
     len: usize,

@@ -19,8 +19,8 @@ impl Kernels {
         self.raw.names()
     }
 
-    /// Runs a kernel once for every work item. Returns before it is done; it is done before anything that is asked of the
-    /// device later.
+    /// Runs a kernel once for every work item. Returns before it is done; it is done before anything that is asked of
+    /// the device later.
     pub fn launch(&self, kernel: &str, grid: Grid, arguments: &[Argument<'_>]) -> Result<Launch> {
         let arguments: Vec<compute::Argument<'_>> = arguments.iter().map(Argument::raw).collect();
         let raw = self.raw.launch(kernel, size(grid.groups), size(grid.items), &arguments)?;
@@ -36,8 +36,8 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// At least `count` items in one dimension, in groups of `items`. The last group may reach beyond: a kernel compares its
-    /// number with the count.
+    /// At least `count` items in one dimension, in groups of `items`. The last group may reach beyond: a kernel
+    /// compares its number with the count.
     pub fn linear(count: u32, items: u32) -> Grid {
         Grid::cover([count, 1, 1], [items, 1, 1])
     }

@@ -166,6 +166,7 @@ fn deploy(exe: &Path, addr: &str, file: &PathBuf, name: &str) -> anyhow::Result<
 
 /// Just enough HTTP to time a call without a client's start-up in it.
 struct Connection {
+    addr: String,
     stream: BufReader<TcpStream>,
 }
 
@@ -173,13 +174,17 @@ impl Connection {
     fn open(addr: &str) -> anyhow::Result<Connection> {
         let stream = TcpStream::connect(addr)?;
         stream.set_nodelay(true)?;
-        Ok(Connection { stream: BufReader::new(stream) })
+        Ok(Connection { addr: addr.to_owned(), stream: BufReader::new(stream) })
     }
 
     fn call(&mut self, path: &str, body: Option<&str>) -> anyhow::Result<String> {
         let method = if body.is_some() { "POST" } else { "GET" };
         let body = body.unwrap_or("");
-        let request = format!("{method} {path} HTTP/1.1\r\nhost: demo\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+            self.addr,
+            body.len()
+        );
         self.stream.get_mut().write_all(request.as_bytes())?;
         let (mut length, mut chunked) = (0, false);
         loop {

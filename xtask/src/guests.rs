@@ -79,8 +79,8 @@ fn cargo(dir: &Path, args: &[&str]) -> anyhow::Result<()> {
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .status()
         .context("cargo")?;
-    match status.success() {
-        true => Ok(()),
-        false => bail!("cargo {} failed in {}", args.join(" "), dir.display()),
+    if !status.success() {
+        bail!("cargo {} failed in {}", args.join(" "), dir.display());
     }
+    Ok(())
 }

@@ -3,6 +3,7 @@
 #![expect(clippy::print_stdout, reason = "a chore reports on stdout")]
 
 mod demo;
+mod deny;
 mod guests;
 mod ptxas;
 mod results;
@@ -19,10 +20,16 @@ enum Chore {
     Guests,
     /// Install NVIDIA's assembler into target/ptxas, from the Python package index. Without Python it is left out.
     Ptxas,
-    /// Start a server, deploy three examples, call each, print a table; then serve until Ctrl-C.
+    /// Start a server, deploy four examples, call each, print a table; then serve until Ctrl-C.
     Demo,
-    /// Check that the papers match the code.
-    Tidy,
+    /// Check that the papers match the code, and the code its own rules.
+    Tidy {
+        /// Lower what xtask/ratchet.txt allows to what is there.
+        #[arg(long)]
+        tighten: bool,
+    },
+    /// Check licences, bans and sources of all dependencies against deny.toml.
+    Deny,
     /// Print every result file under bench-results/ as one table, shortfalls first.
     Results {
         /// As the table of docs/PERFORMANCE.md.
@@ -36,7 +43,8 @@ fn main() -> anyhow::Result<()> {
         Chore::Guests => guests::build(),
         Chore::Ptxas => ptxas::install(),
         Chore::Demo => demo::run(),
-        Chore::Tidy => tidy::check(),
+        Chore::Tidy { tighten } => tidy::check(tighten),
+        Chore::Deny => deny::check(),
         Chore::Results { markdown: false } => results::print(),
         Chore::Results { markdown: true } => results::markdown(),
     }

@@ -1,7 +1,7 @@
 //! Sockets and threads: connections are accepted on one thread and served on one thread per core.
 //!
 //! A connection stays on the serving thread it was given, and so do the guests its requests start (unless they turn out
-//! to be long; see `guest/supervise.rs` in `tensor-wasm-exec`): an instance's memory is touched, reset and touched again
+//! to be long; see `tensor-wasm-exec/src/guest/supervise.rs`): an instance's memory is touched, reset and touched again
 //! by the same core. Connections go to the thread that has the fewest.
 
 use std::net::SocketAddr;

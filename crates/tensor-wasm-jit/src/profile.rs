@@ -1,5 +1,5 @@
 //! The kernel profile, at the level of a module: what a kernel module may contain and what its parts are. What functions
-//! may contain is decided where they are lowered (`lower.rs`), and only for functions that a kernel reaches: compilers leave
+//! may contain is decided where they are lowered (`lower/mod.rs`), and only for functions that a kernel reaches: compilers leave
 //! much behind that nothing calls.
 
 use std::collections::HashMap;

@@ -40,8 +40,8 @@ fn color(iterations: u32, iterations_max: u32) -> u32 {
     pixel([channel(9.0 * s * t * t * t), channel(15.0 * s * s * t * t), channel(8.5 * s * s * s * t), 255])
 }
 
-/// The mean of the pixels up to `radius` away: along rows, or where `down` is not zero, along columns. Both together blur an
-/// image.
+/// The mean of the pixels up to `radius` away: along rows, or where `down` is not zero, along columns. Both together
+/// blur an image.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn blur(width: usize, height: usize, radius: usize, down: usize, from: *const u32, to: *mut u32) {
     let (x, y) = (global_id(0), global_id(1));

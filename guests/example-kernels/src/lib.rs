@@ -1,5 +1,5 @@
-//! Kernels of the examples, written with the SDK. Atomics need `-C target-feature=+atomics`, with which `cargo xtask guests`
-//! builds this.
+//! Kernels of the examples, written with the SDK. Atomics need `-C target-feature=+atomics`, with which `cargo xtask
+//! guests` builds this.
 
 #![no_std]
 #![no_main]
@@ -26,8 +26,9 @@ pub unsafe extern "C" fn saxpy(n: usize, a: f32, x: *const f32, y: *mut f32) {
 
 const TILE: usize = 16;
 
-/// The product of square matrices, in groups of 16 by 16. What tiles have beyond the matrices counts as zero, so every `n`
-/// but 0 will do. Items there read the last row or column all the same: a choice between values is quicker than a branch.
+/// The product of square matrices, in groups of 16 by 16. What tiles have beyond the matrices counts as zero, so every
+/// `n` but 0 will do. Items there read the last row or column all the same: a choice between values is quicker than a
+/// branch.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn matmul(n: usize, a: *const f32, b: *const f32, c: *mut f32) {
     let (tile_a, tile_b): (*mut [f32; TILE * TILE], *mut [f32; TILE * TILE]) = (shared(), shared());
@@ -58,8 +59,8 @@ pub unsafe extern "C" fn matmul(n: usize, a: *const f32, b: *const f32, c: *mut 
 
 const BODIES: usize = 256;
 
-/// One step of bodies (x, y, z, mass) that attract each other, in groups of 256. Velocities change where they are; the new
-/// places go elsewhere, because other items still read the old ones.
+/// One step of bodies (x, y, z, mass) that attract each other, in groups of 256. Velocities change where they are; the
+/// new places go elsewhere, because other items still read the old ones.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nbody(n: usize, dt: f32, from: *const [f32; 4], velocities: *mut [f32; 4], to: *mut [f32; 4]) {
     let tile: *mut [[f32; 4]; BODIES] = shared();

@@ -100,10 +100,10 @@ impl Guest for Examples {
 
 /// A list must have as many elements as the others say.
 fn expect(name: &str, len: usize, expected: u64) -> Result<(), Why> {
-    match len as u64 == expected {
-        true => Ok(()),
-        false => Err(Why::Argument(format!("{name} has {len} elements, and it should have {expected}"))),
+    if len as u64 != expected {
+        return Err(Why::Argument(format!("{name} has {len} elements, and it should have {expected}")));
     }
+    Ok(())
 }
 
 fn saxpy(a: f32, xs: &[f32], ys: &[f32]) -> Result<Vec<f32>, Why> {

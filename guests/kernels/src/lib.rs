@@ -141,7 +141,8 @@ pub unsafe extern "C" fn spmv(
     }
 }
 
-/// Looks keys up in a table of (key, value) with open addressing; `mask` is its size less one. Each pair is read at once.
+/// Looks keys up in a table of (key, value) with open addressing; `mask` is its size less one. Each pair is read at
+/// once.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn probe(n: i32, mask: i32, keys: *const u32, table: *const u64, out: *mut u32) {
     unsafe {

@@ -1,5 +1,5 @@
-//! Launches from core modules, which have no components' interfaces: numbers and pointers only. Everything is done in the
-//! order it was asked; how launches ended is learned by [`sync`].
+//! Launches from core modules, which have no components' interfaces: numbers and pointers only. Everything is done in
+//! the order it was asked; how launches ended is learned by [`sync`].
 //!
 //! ```no_run
 //! use tensor_wasm_flat::{Arguments, Buffer, Kernel, Result, sync};
@@ -24,7 +24,8 @@ use alloc::vec;
 use alloc::vec::Vec;
 use core::fmt;
 
-/// The functions as the host has them. Handles and identities are as large as their type; results below zero are errors.
+/// The functions as the host has them. Handles and identities are as large as their type; results below zero are
+/// errors.
 pub mod import {
     #[link(wasm_import_module = "wasi:cuda/host@0.2.0")]
     unsafe extern "C" {
@@ -181,13 +182,13 @@ impl Arguments {
         self.put(8, &buffer.0.to_le_bytes())
     }
 
-    /// A part of this module's own memory, which the device then works on in place. Only for functions that were deployed
-    /// with `memory = "pinned"`; the address must be a multiple of 16.
+    /// A part of this module's own memory, which the device then works on in place. Only for functions that were
+    /// deployed with `memory = "pinned"`; the address must be a multiple of 16.
     ///
     /// # Safety
     ///
-    /// The kernel reads and writes there until [`sync`] has returned. Until then the memory stays allocated, and nothing
-    /// else reads what the kernel writes or writes what it reads.
+    /// The kernel reads and writes there until [`sync`] has returned. Until then the memory stays allocated, and
+    /// nothing else reads what the kernel writes or writes what it reads.
     pub unsafe fn memory<T>(self, memory: *mut [T]) -> Arguments {
         let offset = memory.cast::<T>().addr() as u32;
         let bytes = (memory.len() * size_of::<T>()) as u32;

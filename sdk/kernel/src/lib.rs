@@ -78,14 +78,14 @@ pub fn num_groups(dimension: u32) -> usize {
 
 /// Waits until every item of the group is here. What they wrote before it, all of them see after it.
 ///
-/// All items of a group must come to as many barriers. Which ones these are in the compiled code does not matter: Rust's
-/// compiler knows nothing of barriers, and may put one that follows a branch on both its sides.
+/// All items of a group must come to as many barriers. Which ones these are in the compiled code does not matter:
+/// Rust's compiler knows nothing of barriers, and may put one that follows a branch on both its sides.
 #[inline(always)]
 pub fn barrier() {
     import::barrier();
 }
 
-/// Memory that the items of a group share, 48 KiB in all; what is in it at first is not known. Each call in the text of a
+/// Memory that the items of a group share, 48 KiB in all; it begins as zeros. Each call in the text of a
 /// kernel is memory of its own, so calls belong at its top, outside of loops.
 ///
 /// ```ignore

@@ -1,8 +1,8 @@
 //! The catalog: which functions exist, which revisions they have and which of them get traffic.
 //!
 //! The whole of it is in memory (a few hundred bytes per function) for lookups, and in the store for good; a change is
-//! visible only after it is on disk. It knows names and bytes, not how to compile or run them (`compile.rs`,
-//! `pool.rs`). What it finds damaged at start it sets aside and says so, and serves the rest.
+//! visible only after it is on disk. It knows names and bytes, not how to compile or run them (`engine/compile.rs`,
+//! `engine/pool.rs`). What it finds damaged at start it sets aside and says so, and serves the rest.
 
 mod files;
 pub mod record;

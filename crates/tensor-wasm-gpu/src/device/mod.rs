@@ -1,5 +1,5 @@
 //! A device as its users see it: tenants, buffers, copies, kernels, graphs. Handles here are cheap, `Send` and `Sync`, and
-//! can do nothing but send jobs; the worker that does them is started, watched and replaced by `keeper.rs`.
+//! can do nothing but send jobs; the worker that does them is started, watched and replaced by `worker/keeper.rs`.
 //!
 //! Everything of a tenant is on one stream, in the order it was asked for. What is asked for is checked here, against the
 //! tenant's own buffers, before a job is sent.

@@ -1,6 +1,6 @@
 //! The ring that carries jobs from the server to the worker: one writer, one reader, in shared memory, without locks.
 //!
-//! Its entries are the numbers of cells (`cell.rs`), where the jobs themselves are. An entry is published by the store
+//! Its entries are the numbers of cells (`queue/job.rs`), where the jobs themselves are. An entry is published by the store
 //! to `tail` and taken by the store to `head`; everything the writer did to the cell before is visible to the reader.
 //! Writers take turns under the scheduler's lock, so there is one at a time.
 

@@ -1,0 +1,113 @@
+//! Checks of Rust sources, all of them tracked: of the crates, their tests, guests, the SDK, the fuzz targets.
+
+use std::collections::BTreeMap;
+
+use super::Tree;
+
+/// As `rustfmt.toml` has it for code; rustfmt leaves comments and strings alone.
+const COLUMNS_MAX: usize = 120;
+
+/// Names that say so little that two types of one crate may not both have them.
+const GENERIC: [&str; 8] = ["Answer", "Loaded", "Place", "Seat", "Slab", "State", "Step", "Table"];
+
+fn rust(tree: &Tree) -> impl Iterator<Item = (&str, &str)> {
+    tree.files.iter().filter(|(path, _)| path.ends_with(".rs")).map(|(path, text)| (path.as_str(), text.as_str()))
+}
+
+/// What a line says as a comment, if it has one. A `//` inside a string looks like one where a space comes before it.
+fn comment(line: &str) -> Option<&str> {
+    let trimmed = line.trim_start();
+    trimmed.strip_prefix("//").or_else(|| line.split_once(" // ").map(|(_, comment)| comment))
+}
+
+/// The folder of a crate's manifest, for a source of it.
+fn crate_folder<'t>(tree: &Tree, path: &'t str) -> &'t str {
+    let mut folder = path;
+    while let Some((parent, _)) = folder.rsplit_once('/') {
+        if tree.files.contains_key(&format!("{parent}/Cargo.toml")) {
+            return parent;
+        }
+        folder = parent;
+    }
+    ""
+}
+
+/// A file in backticks is there: from the comment's own folder, from its crate's `src`, from `crates`, or from the
+/// root.
+pub(super) fn comments(tree: &Tree) -> Vec<String> {
+    let endings = [".rs", ".md", ".wit", ".toml"];
+    let mut complaints = Vec::new();
+    for (path, text) in rust(tree) {
+        let own = path.rsplit_once('/').map_or("", |(folder, _)| folder);
+        let bases =
+            [format!("{own}/"), format!("{}/src/", crate_folder(tree, path)), "crates/".to_owned(), String::new()];
+        for (number, line) in text.lines().enumerate() {
+            let words = comment(line).into_iter().flat_map(|comment| comment.split('`').skip(1).step_by(2));
+            let is_path = |word: &&str| {
+                endings.iter().any(|ending| word.ends_with(ending) && word.len() > ending.len())
+                    && !word.contains(|c: char| !(c.is_ascii_alphanumeric() || "/_-.".contains(c)))
+            };
+            for word in words.filter(is_path) {
+                if !bases.iter().any(|base| tree.has(&format!("{base}{word}"))) {
+                    complaints.push(format!("{path}:{}: names {word}", number + 1));
+                }
+            }
+        }
+    }
+    complaints
+}
+
+/// Lines that are too long, by file. A line with a string in it may be longer: text of another language is not broken.
+pub(super) fn columns(tree: &Tree) -> BTreeMap<String, Vec<String>> {
+    let too_long = |line: &str| {
+        let is_comment = line.trim_start().starts_with("//");
+        line.chars().count() > COLUMNS_MAX && (is_comment || !line.contains(['"', '$']))
+    };
+    by_line(tree, |line| too_long(line).then(|| format!("{} columns", line.chars().count())))
+}
+
+/// Arms of a `match` on a truth, by file.
+pub(super) fn bool_matches(tree: &Tree) -> BTreeMap<String, Vec<String>> {
+    let is_arm = |line: &str| {
+        ["true =>", "false =>"].iter().any(|arm| {
+            let first = line.trim_start().starts_with(arm);
+            // In one line; in two halves, so that this file does not find itself.
+            first || line.contains(&format!("{}{arm}", "{ "))
+        })
+    };
+    by_line(tree, |line| is_arm(line).then(|| line.trim().to_owned()))
+}
+
+fn by_line(tree: &Tree, check: impl Fn(&str) -> Option<String>) -> BTreeMap<String, Vec<String>> {
+    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for (path, text) in rust(tree) {
+        for (number, line) in text.lines().enumerate() {
+            if let Some(what) = check(line) {
+                found.entry(path.to_owned()).or_default().push(format!("{path}:{}: {what}", number + 1));
+            }
+        }
+    }
+    found
+}
+
+/// Types of a crate that share a name which says too little, by crate.
+pub(super) fn names(tree: &Tree) -> BTreeMap<String, Vec<String>> {
+    let mut places: BTreeMap<(String, &str), Vec<String>> = BTreeMap::new();
+    for (path, text) in rust(tree).filter(|(path, _)| path.contains("/src/") && !path.ends_with("/tests.rs")) {
+        for (number, line) in text.lines().enumerate() {
+            let words: Vec<&str> = line.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect();
+            let defined = words.windows(2).find(|pair| ["struct", "enum", "type", "union", "trait"].contains(&pair[0]));
+            let Some(name) = defined.and_then(|pair| GENERIC.iter().find(|name| **name == pair[1])) else { continue };
+            // An associated type has the name its trait gives it.
+            if comment(line).is_none() && !line.starts_with("    type ") {
+                let place = format!("{path}:{}", number + 1);
+                places.entry((crate_folder(tree, path).to_owned(), name)).or_default().push(place);
+            }
+        }
+    }
+    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+    for ((folder, name), places) in places.into_iter().filter(|(_, places)| places.len() > 1) {
+        found.entry(folder).or_default().push(format!("{name} is {}", places.join(" and ")));
+    }
+    found
+}
