@@ -7,7 +7,29 @@
 
 use std::collections::HashMap;
 
-use crate::ir::{Bin, Body, Op, Reg, Ty, Un, low_half};
+use crate::ir::{Bin, BinaryClass, Body, Op, Reg, Ty, UnaryClass, low_half};
+
+/// Operations that assign no register, of which there is nothing to know. One that is added has to be put here, or into the
+/// matches that use this.
+macro_rules! assigns_nothing {
+    () => {
+        Op::Barrier { .. }
+            | Op::Store { .. }
+            | Op::AtomicStore { .. }
+            | Op::CheckRange { .. }
+            | Op::Fence
+            | Op::Trap { .. }
+            | Op::Block { .. }
+            | Op::Loop { .. }
+            | Op::If { .. }
+            | Op::Else { .. }
+            | Op::End { .. }
+            | Op::Branch { .. }
+            | Op::BranchIf { .. }
+            | Op::BranchTable { .. }
+            | Op::Return
+    };
+}
 
 /// Going over the operations this often finds nearly everything; what still changes then is taken to be unknown. Code that
 /// needs more is made to.
@@ -177,17 +199,34 @@ impl Facts {
         let of = |reg: &Reg| self.origins[reg.0 as usize];
         match op {
             Op::Move { from, .. } => of(from),
-            Op::Bin { op: Bin::I32Add, a, b, .. } => of(a).plus(of(b), 1),
-            Op::Bin { op: Bin::I32Sub, a, b, .. } => of(a).plus(of(b), -1),
-            // Rounding an address down leaves it the same address's.
-            Op::Bin { op: Bin::I32And, a, b, .. } => match (of(a), of(b)) {
-                (Origin::Unset, _) | (_, Origin::Unset) => Origin::Unset,
-                (pointer, NUMBER) | (NUMBER, pointer) => pointer,
-                _ => Origin::Unknown,
+            Op::Bin { op, a, b, .. } => match op.class() {
+                BinaryClass::Add => of(a).plus(of(b), 1),
+                BinaryClass::Sub => of(a).plus(of(b), -1),
+                // Rounding an address down leaves it the same address's.
+                BinaryClass::And => match (of(a), of(b)) {
+                    (Origin::Unset, _) | (_, Origin::Unset) => Origin::Unset,
+                    (pointer, NUMBER) | (NUMBER, pointer) => pointer,
+                    _ => Origin::Unknown,
+                },
+                BinaryClass::Or
+                | BinaryClass::Mul
+                | BinaryClass::Shl
+                | BinaryClass::Integer
+                | BinaryClass::Divide
+                | BinaryClass::DivideSigned
+                | BinaryClass::Float
+                | BinaryClass::Copysign => NUMBER,
             },
             Op::Select { a, b, .. } => of(a).join(of(b)),
             Op::Shared { .. } => Origin::from(Source::Shared),
-            _ => NUMBER,
+            Op::Const { .. }
+            | Op::Un { .. }
+            | Op::Math { .. }
+            | Op::Id { .. }
+            | Op::Load { .. }
+            | Op::AtomicLoad { .. }
+            | Op::Atomic { .. } => NUMBER,
+            assigns_nothing!() => NUMBER,
         }
     }
 
@@ -196,17 +235,29 @@ impl Facts {
         match op {
             Op::Const { bits, .. } => u8::try_from((*bits | 1 << 32).trailing_zeros()).unwrap_or(0),
             Op::Move { from, .. } => of(from),
-            Op::Bin { op: Bin::I32Add | Bin::I32Sub | Bin::I32Or | Bin::I32Xor, a, b, .. } => of(a).min(of(b)),
-            Op::Bin { op: Bin::I32And, a, b, .. } => of(a).max(of(b)),
-            Op::Bin { op: Bin::I32Mul, a, b, .. } => of(a).saturating_add(of(b)).min(32),
-            Op::Bin { op: Bin::I32Shl, a, b, .. } => match self.constant(*b) {
-                Some(by) => of(a).saturating_add((by & 31) as u8).min(32),
-                None => of(a),
+            Op::Bin { op, a, b, .. } => match op.class() {
+                BinaryClass::Add | BinaryClass::Sub | BinaryClass::Or => of(a).min(of(b)),
+                BinaryClass::And => of(a).max(of(b)),
+                BinaryClass::Mul => of(a).saturating_add(of(b)).min(32),
+                BinaryClass::Shl => match self.constant(*b) {
+                    Some(by) => of(a).saturating_add((by & 31) as u8).min(32),
+                    None => of(a),
+                },
+                BinaryClass::Integer
+                | BinaryClass::Divide
+                | BinaryClass::DivideSigned
+                | BinaryClass::Float
+                | BinaryClass::Copysign => 0,
             },
             Op::Select { a, b, .. } => of(a).min(of(b)),
-            Op::Un { op: Un::I32WrapI64, .. } => 0,
             Op::Shared { .. } => 4,
-            _ => 0,
+            Op::Un { .. }
+            | Op::Math { .. }
+            | Op::Id { .. }
+            | Op::Load { .. }
+            | Op::AtomicLoad { .. }
+            | Op::Atomic { .. } => 0,
+            assigns_nothing!() => 0,
         }
     }
 
@@ -217,19 +268,36 @@ impl Facts {
             Op::Const { to, bits } => match body.ty(*to) {
                 Ty::F32 if f32::from_bits(low_half(*bits)).is_nan() => raw,
                 Ty::F64 if f64::from_bits(*bits).is_nan() => raw,
-                _ => Nan::default(),
+                Ty::I32 | Ty::I64 | Ty::F32 | Ty::F64 => Nan::default(),
             },
             Op::Move { from, .. } => of(from),
             Op::Select { a, b, .. } => Nan { raw: of(a).raw | of(b).raw, computed: of(a).computed | of(b).computed },
-            Op::Un { op: Un::F32Abs | Un::F64Abs, a, .. } => of(a),
-            // Its sign is seen.
-            Op::Un { op: Un::F32Neg | Un::F64Neg | Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => raw,
-            Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => raw,
-            Op::Un { op, .. } if op.to().is_float() => computed,
-            Op::Bin { op, .. } if op.to().is_float() => computed,
+            Op::Un { op, a, .. } => match op.class() {
+                UnaryClass::Abs => of(a),
+                // Its sign is seen.
+                UnaryClass::Neg | UnaryClass::FromBits => raw,
+                UnaryClass::Float => computed,
+                UnaryClass::Integer | UnaryClass::ToBits | UnaryClass::Convert(..) => Nan::default(),
+            },
+            Op::Bin { op, .. } => match op.class() {
+                BinaryClass::Copysign => raw,
+                BinaryClass::Float => computed,
+                BinaryClass::Add
+                | BinaryClass::Sub
+                | BinaryClass::And
+                | BinaryClass::Or
+                | BinaryClass::Mul
+                | BinaryClass::Shl
+                | BinaryClass::Integer
+                | BinaryClass::Divide
+                | BinaryClass::DivideSigned => Nan::default(),
+            },
             Op::Math { .. } => computed,
             Op::Load { to, .. } if body.ty(*to).is_float() => raw,
-            _ => Nan::default(),
+            Op::Load { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => {
+                Nan::default()
+            }
+            assigns_nothing!() => Nan::default(),
         }
     }
 
@@ -263,16 +331,11 @@ impl Facts {
         let mut roots: Vec<(Reg, i32)> = (0..count).map(|n| (Reg(n), 0)).collect();
         let number = |reg: &Reg| self.constant(*reg).map(|bits| low_half(bits).cast_signed());
         for op in &body.ops {
-            let (to, from, by) = match op {
-                Op::Bin { op: Bin::I32Add, to, a, b, .. } => match (number(a), number(b)) {
-                    (None, Some(by)) => (*to, *a, by),
-                    (Some(by), None) => (*to, *b, by),
-                    _ => continue,
-                },
-                Op::Bin { op: Bin::I32Sub, to, a, b, .. } => match (number(a), number(b)) {
-                    (None, Some(by)) => (*to, *a, by.wrapping_neg()),
-                    _ => continue,
-                },
+            let Op::Bin { op, to, a, b, .. } = op else { continue };
+            let (to, from, by) = match (op.class(), number(a), number(b)) {
+                (BinaryClass::Add, None, Some(by)) => (*to, *a, by),
+                (BinaryClass::Add, Some(by), None) => (*to, *b, by),
+                (BinaryClass::Sub, None, Some(by)) => (*to, *a, by.wrapping_neg()),
                 _ => continue,
             };
             let (root, distance) = roots[from.0 as usize];
@@ -288,7 +351,7 @@ impl Facts {
     pub(crate) fn source(&self, reg: Reg) -> Option<Source> {
         match self.origins[reg.0 as usize] {
             Origin::Sum([Some((source, 1)), None]) => Some(source),
-            _ => None,
+            Origin::Sum(_) | Origin::Unset | Origin::Unknown => None,
         }
     }
 
@@ -308,10 +371,16 @@ impl Facts {
             Op::Move { from, .. } => !self.is_computed(*from),
             // Whichever was computed was seen to before.
             Op::Select { .. } => true,
-            Op::Un { op: Un::F32Abs | Un::F64Abs, a, .. } => !self.is_computed(*a),
-            Op::Un { op: Un::F32Neg | Un::F64Neg | Un::F32ReinterpretI32 | Un::F64ReinterpretI64, .. } => true,
-            Op::Bin { op: Bin::F32Copysign | Bin::F64Copysign, .. } => true,
-            _ => false,
+            Op::Un { op, a, .. } => match op.class() {
+                UnaryClass::Abs => !self.is_computed(*a),
+                UnaryClass::Neg | UnaryClass::FromBits => true,
+                UnaryClass::Integer | UnaryClass::Float | UnaryClass::ToBits | UnaryClass::Convert(..) => false,
+            },
+            Op::Bin { op, .. } => op.class() == BinaryClass::Copysign,
+            // As they are in memory or in the code.
+            Op::Load { .. } | Op::Const { .. } => true,
+            Op::Math { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => false,
+            assigns_nothing!() => false,
         }
     }
 
@@ -328,15 +397,8 @@ pub(crate) fn pointers(body: &Body) -> Vec<bool> {
     let facts = Facts::of(body, &possible);
     let mut pointers = vec![false; possible.len()];
     for op in &body.ops {
-        let address = match op {
-            Op::Load { at, .. }
-            | Op::Store { at, .. }
-            | Op::AtomicLoad { at, .. }
-            | Op::AtomicStore { at, .. }
-            | Op::Atomic { at, .. } => at.base,
-            Op::CheckRange { start, .. } => *start,
-            _ => continue,
-        };
+        let range_start = if let Op::CheckRange { start, .. } = op { Some(*start) } else { None };
+        let Some(address) = op.access().map(|(at, _)| at.base).or(range_start) else { continue };
         if let Some(Source::Param(n)) = facts.source(address) {
             pointers[usize::from(n)] = true;
         }
@@ -376,10 +438,8 @@ fn constants(body: &Body) -> Vec<Option<u64>> {
     body.params.iter().for_each(|reg| is_assigned[reg.0 as usize] = true);
     for op in &body.ops {
         let Some(to) = op.to() else { continue };
-        constants[to.0 as usize] = match op {
-            Op::Const { bits, .. } if !is_assigned[to.0 as usize] => Some(*bits),
-            _ => None,
-        };
+        let bits = if let Op::Const { bits, .. } = op { Some(*bits) } else { None };
+        constants[to.0 as usize] = bits.filter(|_| !is_assigned[to.0 as usize]);
         is_assigned[to.0 as usize] = true;
     }
     constants

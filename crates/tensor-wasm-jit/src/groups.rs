@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use crate::facts::Facts;
-use crate::ir::{Body, Op, Reg, Ty};
+use crate::ir::{Body, Flow, Op, Reg, Ty};
 
 /// How far apart they may be, in bytes. A window must have as much as the group reaches over.
 const REACH_MAX: i64 = 1 << 10;
@@ -74,48 +74,37 @@ pub(crate) fn groups(body: &Body, facts: &Facts, is_wanted: impl Fn(Reg) -> bool
     let mut open: HashMap<(Reg, u32), Group> = HashMap::new();
     let mut epoch = 0;
     for (n, op) in body.ops.iter().enumerate() {
-        match op {
-            Op::Load { access, at, .. } | Op::Store { access, at, .. } => {
-                let loaded = match op {
-                    Op::Load { to, .. } if body.ty(*to).bytes() == access.bytes => Some(*to),
-                    _ => None,
-                };
-                epoch += usize::from(matches!(op, Op::Store { .. }));
-                let bytes = access.bytes;
-                let is_aligned = facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
-                if !is_aligned || at.offset >= 1 << 16 || !is_wanted(at.base) {
-                    continue;
-                }
-                let (root, distance) = facts.root(at.base);
-                let distance = i64::from(distance) + i64::from(at.offset);
-                let (low, high) = (distance, distance + i64::from(bytes));
-                let fresh = || Group { root, bytes, low, high, accesses: Vec::new() };
-                let group = open.entry((root, bytes)).or_insert_with(fresh);
-                if high.max(group.high) - low.min(group.low) > REACH_MAX {
-                    groups.close(std::mem::replace(group, fresh()), body, facts);
-                }
-                (group.low, group.high) = (group.low.min(low), group.high.max(high));
-                group.accesses.push(Access { operation: n, distance, loaded, epoch });
-            }
-            Op::Atomic { .. } | Op::AtomicStore { .. } | Op::AtomicLoad { .. } | Op::Fence => epoch += 1,
-            Op::Block { .. }
-            | Op::Loop { .. }
-            | Op::If { .. }
-            | Op::Else { .. }
-            | Op::End { .. }
-            | Op::Branch { .. }
-            | Op::BranchIf { .. }
-            | Op::BranchTable { .. }
-            | Op::Barrier { .. }
-            | Op::Trap { .. }
-            | Op::Return => {
-                // In one order, so that the same kernel is always compiled the same.
-                let mut ended: Vec<Group> = open.drain().map(|(_, group)| group).collect();
-                ended.sort_unstable_by_key(|group| group.accesses.first().map_or(0, |access| access.operation));
-                ended.into_iter().for_each(|group| groups.close(group, body, facts));
-            }
-            _ => {}
+        // A check that traps does not end a group: the launch has failed then, whichever check finds it first.
+        if op.flow() != Flow::Straight {
+            // In one order, so that the same kernel is always compiled the same.
+            let mut ended: Vec<Group> = open.drain().map(|(_, group)| group).collect();
+            ended.sort_unstable_by_key(|group| group.accesses.first().map_or(0, |access| access.operation));
+            ended.into_iter().for_each(|group| groups.close(group, body, facts));
+            continue;
         }
+        let Some((at, access)) = op.access() else {
+            epoch += usize::from(matches!(op, Op::Fence));
+            continue;
+        };
+        let (is_load, is_store) = (matches!(op, Op::Load { .. }), matches!(op, Op::Store { .. }));
+        // Loads are done at once only where nothing but loads is between them.
+        epoch += usize::from(!is_load);
+        let bytes = access.bytes;
+        let is_aligned = facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
+        if !(is_load || is_store) || !is_aligned || at.offset >= 1 << 16 || !is_wanted(at.base) {
+            continue;
+        }
+        let loaded = op.to().filter(|to| is_load && body.ty(*to).bytes() == bytes);
+        let (root, distance) = facts.root(at.base);
+        let distance = i64::from(distance) + i64::from(at.offset);
+        let (low, high) = (distance, distance + i64::from(bytes));
+        let fresh = || Group { root, bytes, low, high, accesses: Vec::new() };
+        let group = open.entry((root, bytes)).or_insert_with(fresh);
+        if high.max(group.high) - low.min(group.low) > REACH_MAX {
+            groups.close(std::mem::replace(group, fresh()), body, facts);
+        }
+        (group.low, group.high) = (group.low.min(low), group.high.max(high));
+        group.accesses.push(Access { operation: n, distance, loaded, epoch });
     }
     groups
 }

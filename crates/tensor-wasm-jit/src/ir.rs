@@ -126,11 +126,19 @@ macro_rules! operations {
         }
     };
     (@first $first:ident $($rest:ident)*) => { Ty::$first };
-    // Those that are instructions of Wasm.
-    (instructions: $(#[$doc:meta])* $name:ident { $($op:ident $wasm:literal $($from:ident)+ => $to:ident,)* }) => {
+    // Those that are instructions of Wasm, each with its class: what the passes have to know about it.
+    (
+        instructions: $(#[$doc:meta])* $name:ident : $classes:ident
+        { $($op:ident $wasm:literal $($from:ident)+ => $to:ident : $class:expr,)* }
+    ) => {
         operations! { $(#[$doc])* $name { $($op $wasm $($from)+ => $to,)* } }
 
         impl $name {
+            pub(crate) fn class(self) -> $classes {
+                use $classes::*;
+                match self { $($name::$op => $class,)* }
+            }
+
             pub(crate) fn of(operator: &Operator<'_>) -> Option<$name> {
                 match operator {
                     $(Operator::$op => Some($name::$op),)*
@@ -148,69 +156,72 @@ macro_rules! operations {
 operations! {
     instructions:
     /// One operand.
-    Un {
-        I32Clz "i32.clz" I32 => I32,
-        I32Ctz "i32.ctz" I32 => I32,
-        I32Popcnt "i32.popcnt" I32 => I32,
-        I32Eqz "i32.eqz" I32 => I32,
-        I32Extend8S "i32.extend8_s" I32 => I32,
-        I32Extend16S "i32.extend16_s" I32 => I32,
-        I64Clz "i64.clz" I64 => I64,
-        I64Ctz "i64.ctz" I64 => I64,
-        I64Popcnt "i64.popcnt" I64 => I64,
-        I64Eqz "i64.eqz" I64 => I32,
-        I64Extend8S "i64.extend8_s" I64 => I64,
-        I64Extend16S "i64.extend16_s" I64 => I64,
-        I64Extend32S "i64.extend32_s" I64 => I64,
-        F32Abs "f32.abs" F32 => F32,
-        F32Neg "f32.neg" F32 => F32,
-        F32Ceil "f32.ceil" F32 => F32,
-        F32Floor "f32.floor" F32 => F32,
-        F32Trunc "f32.trunc" F32 => F32,
-        F32Nearest "f32.nearest" F32 => F32,
-        F32Sqrt "f32.sqrt" F32 => F32,
-        F64Abs "f64.abs" F64 => F64,
-        F64Neg "f64.neg" F64 => F64,
-        F64Ceil "f64.ceil" F64 => F64,
-        F64Floor "f64.floor" F64 => F64,
-        F64Trunc "f64.trunc" F64 => F64,
-        F64Nearest "f64.nearest" F64 => F64,
-        F64Sqrt "f64.sqrt" F64 => F64,
-        I32WrapI64 "i32.wrap_i64" I64 => I32,
-        I64ExtendI32S "i64.extend_i32_s" I32 => I64,
-        I64ExtendI32U "i64.extend_i32_u" I32 => I64,
-        I32TruncF32S "i32.trunc_f32_s" F32 => I32,
-        I32TruncF32U "i32.trunc_f32_u" F32 => I32,
-        I32TruncF64S "i32.trunc_f64_s" F64 => I32,
-        I32TruncF64U "i32.trunc_f64_u" F64 => I32,
-        I64TruncF32S "i64.trunc_f32_s" F32 => I64,
-        I64TruncF32U "i64.trunc_f32_u" F32 => I64,
-        I64TruncF64S "i64.trunc_f64_s" F64 => I64,
-        I64TruncF64U "i64.trunc_f64_u" F64 => I64,
-        I32TruncSatF32S "i32.trunc_sat_f32_s" F32 => I32,
-        I32TruncSatF32U "i32.trunc_sat_f32_u" F32 => I32,
-        I32TruncSatF64S "i32.trunc_sat_f64_s" F64 => I32,
-        I32TruncSatF64U "i32.trunc_sat_f64_u" F64 => I32,
-        I64TruncSatF32S "i64.trunc_sat_f32_s" F32 => I64,
-        I64TruncSatF32U "i64.trunc_sat_f32_u" F32 => I64,
-        I64TruncSatF64S "i64.trunc_sat_f64_s" F64 => I64,
-        I64TruncSatF64U "i64.trunc_sat_f64_u" F64 => I64,
-        F32ConvertI32S "f32.convert_i32_s" I32 => F32,
-        F32ConvertI32U "f32.convert_i32_u" I32 => F32,
-        F32ConvertI64S "f32.convert_i64_s" I64 => F32,
-        F32ConvertI64U "f32.convert_i64_u" I64 => F32,
-        F64ConvertI32S "f64.convert_i32_s" I32 => F64,
-        F64ConvertI32U "f64.convert_i32_u" I32 => F64,
-        F64ConvertI64S "f64.convert_i64_s" I64 => F64,
-        F64ConvertI64U "f64.convert_i64_u" I64 => F64,
-        F32DemoteF64 "f32.demote_f64" F64 => F32,
-        F64PromoteF32 "f64.promote_f32" F32 => F64,
-        I32ReinterpretF32 "i32.reinterpret_f32" F32 => I32,
-        I64ReinterpretF64 "i64.reinterpret_f64" F64 => I64,
-        F32ReinterpretI32 "f32.reinterpret_i32" I32 => F32,
-        F64ReinterpretI64 "f64.reinterpret_i64" I64 => F64,
+    Un: UnaryClass {
+        I32Clz "i32.clz" I32 => I32: Integer,
+        I32Ctz "i32.ctz" I32 => I32: Integer,
+        I32Popcnt "i32.popcnt" I32 => I32: Integer,
+        I32Eqz "i32.eqz" I32 => I32: Integer,
+        I32Extend8S "i32.extend8_s" I32 => I32: Integer,
+        I32Extend16S "i32.extend16_s" I32 => I32: Integer,
+        I64Clz "i64.clz" I64 => I64: Integer,
+        I64Ctz "i64.ctz" I64 => I64: Integer,
+        I64Popcnt "i64.popcnt" I64 => I64: Integer,
+        I64Eqz "i64.eqz" I64 => I32: Integer,
+        I64Extend8S "i64.extend8_s" I64 => I64: Integer,
+        I64Extend16S "i64.extend16_s" I64 => I64: Integer,
+        I64Extend32S "i64.extend32_s" I64 => I64: Integer,
+        F32Abs "f32.abs" F32 => F32: Abs,
+        F32Neg "f32.neg" F32 => F32: Neg,
+        F32Ceil "f32.ceil" F32 => F32: Float,
+        F32Floor "f32.floor" F32 => F32: Float,
+        F32Trunc "f32.trunc" F32 => F32: Float,
+        F32Nearest "f32.nearest" F32 => F32: Float,
+        F32Sqrt "f32.sqrt" F32 => F32: Float,
+        F64Abs "f64.abs" F64 => F64: Abs,
+        F64Neg "f64.neg" F64 => F64: Neg,
+        F64Ceil "f64.ceil" F64 => F64: Float,
+        F64Floor "f64.floor" F64 => F64: Float,
+        F64Trunc "f64.trunc" F64 => F64: Float,
+        F64Nearest "f64.nearest" F64 => F64: Float,
+        F64Sqrt "f64.sqrt" F64 => F64: Float,
+        I32WrapI64 "i32.wrap_i64" I64 => I32: Integer,
+        I64ExtendI32S "i64.extend_i32_s" I32 => I64: Integer,
+        I64ExtendI32U "i64.extend_i32_u" I32 => I64: Integer,
+        I32TruncF32S "i32.trunc_f32_s" F32 => I32: Convert(Least::At(-TWO_31), TWO_31),
+        I32TruncF32U "i32.trunc_f32_u" F32 => I32: Convert(Least::Above(-1.0), 2.0 * TWO_31),
+        I32TruncF64S "i32.trunc_f64_s" F64 => I32: Convert(Least::Above(-TWO_31 - 1.0), TWO_31),
+        I32TruncF64U "i32.trunc_f64_u" F64 => I32: Convert(Least::Above(-1.0), 2.0 * TWO_31),
+        I64TruncF32S "i64.trunc_f32_s" F32 => I64: Convert(Least::At(-TWO_63), TWO_63),
+        I64TruncF32U "i64.trunc_f32_u" F32 => I64: Convert(Least::Above(-1.0), 2.0 * TWO_63),
+        I64TruncF64S "i64.trunc_f64_s" F64 => I64: Convert(Least::At(-TWO_63), TWO_63),
+        I64TruncF64U "i64.trunc_f64_u" F64 => I64: Convert(Least::Above(-1.0), 2.0 * TWO_63),
+        I32TruncSatF32S "i32.trunc_sat_f32_s" F32 => I32: Integer,
+        I32TruncSatF32U "i32.trunc_sat_f32_u" F32 => I32: Integer,
+        I32TruncSatF64S "i32.trunc_sat_f64_s" F64 => I32: Integer,
+        I32TruncSatF64U "i32.trunc_sat_f64_u" F64 => I32: Integer,
+        I64TruncSatF32S "i64.trunc_sat_f32_s" F32 => I64: Integer,
+        I64TruncSatF32U "i64.trunc_sat_f32_u" F32 => I64: Integer,
+        I64TruncSatF64S "i64.trunc_sat_f64_s" F64 => I64: Integer,
+        I64TruncSatF64U "i64.trunc_sat_f64_u" F64 => I64: Integer,
+        F32ConvertI32S "f32.convert_i32_s" I32 => F32: Float,
+        F32ConvertI32U "f32.convert_i32_u" I32 => F32: Float,
+        F32ConvertI64S "f32.convert_i64_s" I64 => F32: Float,
+        F32ConvertI64U "f32.convert_i64_u" I64 => F32: Float,
+        F64ConvertI32S "f64.convert_i32_s" I32 => F64: Float,
+        F64ConvertI32U "f64.convert_i32_u" I32 => F64: Float,
+        F64ConvertI64S "f64.convert_i64_s" I64 => F64: Float,
+        F64ConvertI64U "f64.convert_i64_u" I64 => F64: Float,
+        F32DemoteF64 "f32.demote_f64" F64 => F32: Float,
+        F64PromoteF32 "f64.promote_f32" F32 => F64: Float,
+        I32ReinterpretF32 "i32.reinterpret_f32" F32 => I32: ToBits,
+        I64ReinterpretF64 "i64.reinterpret_f64" F64 => I64: ToBits,
+        F32ReinterpretI32 "f32.reinterpret_i32" I32 => F32: FromBits,
+        F64ReinterpretI64 "f64.reinterpret_i64" I64 => F64: FromBits,
     }
 }
+
+const TWO_31: f64 = 2_147_483_648.0;
+const TWO_63: f64 = 9_223_372_036_854_775_808.0;
 
 /// The least that a float may be to be converted to an integer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -219,101 +230,127 @@ pub(crate) enum Least {
     Above(f64),
 }
 
-impl Un {
-    /// What must be so for a float to be converted: at least or above the first, below the second.
-    pub(crate) fn convertible(self) -> Option<(Least, f64)> {
-        let (two31, two63) = (2_147_483_648.0, 9_223_372_036_854_775_808.0);
-        Some(match self {
-            Un::I32TruncF32S => (Least::At(-two31), two31),
-            Un::I32TruncF64S => (Least::Above(-two31 - 1.0), two31),
-            Un::I64TruncF32S | Un::I64TruncF64S => (Least::At(-two63), two63),
-            Un::I32TruncF32U | Un::I32TruncF64U => (Least::Above(-1.0), 2.0 * two31),
-            Un::I64TruncF32U | Un::I64TruncF64U => (Least::Above(-1.0), 2.0 * two63),
-            _ => return None,
-        })
-    }
+/// What the passes have to know about an operation of one operand.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum UnaryClass {
+    /// Makes an integer, and looks at no NaN's bits.
+    Integer,
+    /// Makes a float; where that is a NaN, it is the canonical one.
+    Float,
+    /// Clears the sign, and keeps the other bits of a NaN.
+    Abs,
+    /// Flips the sign, also a NaN's: that is looked at, and kept.
+    Neg,
+    /// A float's bits as an integer.
+    ToBits,
+    /// An integer as a float's bits.
+    FromBits,
+    /// Traps unless the float is no NaN, at least or above the first, and below the second.
+    Convert(Least, f64),
+}
+
+/// What the passes have to know about an operation of two operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BinaryClass {
+    /// i32 arithmetic that addresses are computed with; `Or` is also `xor`.
+    Add,
+    Sub,
+    And,
+    Or,
+    Mul,
+    Shl,
+    /// Any other that makes an integer and never traps.
+    Integer,
+    /// Traps where the divisor is zero.
+    Divide,
+    /// And where the quotient overflows.
+    DivideSigned,
+    /// Makes a float; where that is a NaN, it is the canonical one.
+    Float,
+    /// Takes the sign of the second operand, also a NaN's: both operands' bits are looked at, and kept.
+    Copysign,
 }
 
 operations! {
     instructions:
     /// Two operands of one type.
-    Bin {
-        I32Add "i32.add" I32 I32 => I32,
-        I32Sub "i32.sub" I32 I32 => I32,
-        I32Mul "i32.mul" I32 I32 => I32,
-        I32DivS "i32.div_s" I32 I32 => I32,
-        I32DivU "i32.div_u" I32 I32 => I32,
-        I32RemS "i32.rem_s" I32 I32 => I32,
-        I32RemU "i32.rem_u" I32 I32 => I32,
-        I32And "i32.and" I32 I32 => I32,
-        I32Or "i32.or" I32 I32 => I32,
-        I32Xor "i32.xor" I32 I32 => I32,
-        I32Shl "i32.shl" I32 I32 => I32,
-        I32ShrS "i32.shr_s" I32 I32 => I32,
-        I32ShrU "i32.shr_u" I32 I32 => I32,
-        I32Rotl "i32.rotl" I32 I32 => I32,
-        I32Rotr "i32.rotr" I32 I32 => I32,
-        I32Eq "i32.eq" I32 I32 => I32,
-        I32Ne "i32.ne" I32 I32 => I32,
-        I32LtS "i32.lt_s" I32 I32 => I32,
-        I32LtU "i32.lt_u" I32 I32 => I32,
-        I32GtS "i32.gt_s" I32 I32 => I32,
-        I32GtU "i32.gt_u" I32 I32 => I32,
-        I32LeS "i32.le_s" I32 I32 => I32,
-        I32LeU "i32.le_u" I32 I32 => I32,
-        I32GeS "i32.ge_s" I32 I32 => I32,
-        I32GeU "i32.ge_u" I32 I32 => I32,
-        I64Add "i64.add" I64 I64 => I64,
-        I64Sub "i64.sub" I64 I64 => I64,
-        I64Mul "i64.mul" I64 I64 => I64,
-        I64DivS "i64.div_s" I64 I64 => I64,
-        I64DivU "i64.div_u" I64 I64 => I64,
-        I64RemS "i64.rem_s" I64 I64 => I64,
-        I64RemU "i64.rem_u" I64 I64 => I64,
-        I64And "i64.and" I64 I64 => I64,
-        I64Or "i64.or" I64 I64 => I64,
-        I64Xor "i64.xor" I64 I64 => I64,
-        I64Shl "i64.shl" I64 I64 => I64,
-        I64ShrS "i64.shr_s" I64 I64 => I64,
-        I64ShrU "i64.shr_u" I64 I64 => I64,
-        I64Rotl "i64.rotl" I64 I64 => I64,
-        I64Rotr "i64.rotr" I64 I64 => I64,
-        I64Eq "i64.eq" I64 I64 => I32,
-        I64Ne "i64.ne" I64 I64 => I32,
-        I64LtS "i64.lt_s" I64 I64 => I32,
-        I64LtU "i64.lt_u" I64 I64 => I32,
-        I64GtS "i64.gt_s" I64 I64 => I32,
-        I64GtU "i64.gt_u" I64 I64 => I32,
-        I64LeS "i64.le_s" I64 I64 => I32,
-        I64LeU "i64.le_u" I64 I64 => I32,
-        I64GeS "i64.ge_s" I64 I64 => I32,
-        I64GeU "i64.ge_u" I64 I64 => I32,
-        F32Add "f32.add" F32 F32 => F32,
-        F32Sub "f32.sub" F32 F32 => F32,
-        F32Mul "f32.mul" F32 F32 => F32,
-        F32Div "f32.div" F32 F32 => F32,
-        F32Min "f32.min" F32 F32 => F32,
-        F32Max "f32.max" F32 F32 => F32,
-        F32Copysign "f32.copysign" F32 F32 => F32,
-        F32Eq "f32.eq" F32 F32 => I32,
-        F32Ne "f32.ne" F32 F32 => I32,
-        F32Lt "f32.lt" F32 F32 => I32,
-        F32Gt "f32.gt" F32 F32 => I32,
-        F32Le "f32.le" F32 F32 => I32,
-        F32Ge "f32.ge" F32 F32 => I32,
-        F64Add "f64.add" F64 F64 => F64,
-        F64Sub "f64.sub" F64 F64 => F64,
-        F64Mul "f64.mul" F64 F64 => F64,
-        F64Div "f64.div" F64 F64 => F64,
-        F64Min "f64.min" F64 F64 => F64,
-        F64Max "f64.max" F64 F64 => F64,
-        F64Copysign "f64.copysign" F64 F64 => F64,
-        F64Eq "f64.eq" F64 F64 => I32,
-        F64Ne "f64.ne" F64 F64 => I32,
-        F64Lt "f64.lt" F64 F64 => I32,
-        F64Gt "f64.gt" F64 F64 => I32,
-        F64Le "f64.le" F64 F64 => I32,
-        F64Ge "f64.ge" F64 F64 => I32,
+    Bin: BinaryClass {
+        I32Add "i32.add" I32 I32 => I32: Add,
+        I32Sub "i32.sub" I32 I32 => I32: Sub,
+        I32Mul "i32.mul" I32 I32 => I32: Mul,
+        I32DivS "i32.div_s" I32 I32 => I32: DivideSigned,
+        I32DivU "i32.div_u" I32 I32 => I32: Divide,
+        I32RemS "i32.rem_s" I32 I32 => I32: Divide,
+        I32RemU "i32.rem_u" I32 I32 => I32: Divide,
+        I32And "i32.and" I32 I32 => I32: And,
+        I32Or "i32.or" I32 I32 => I32: Or,
+        I32Xor "i32.xor" I32 I32 => I32: Or,
+        I32Shl "i32.shl" I32 I32 => I32: Shl,
+        I32ShrS "i32.shr_s" I32 I32 => I32: Integer,
+        I32ShrU "i32.shr_u" I32 I32 => I32: Integer,
+        I32Rotl "i32.rotl" I32 I32 => I32: Integer,
+        I32Rotr "i32.rotr" I32 I32 => I32: Integer,
+        I32Eq "i32.eq" I32 I32 => I32: Integer,
+        I32Ne "i32.ne" I32 I32 => I32: Integer,
+        I32LtS "i32.lt_s" I32 I32 => I32: Integer,
+        I32LtU "i32.lt_u" I32 I32 => I32: Integer,
+        I32GtS "i32.gt_s" I32 I32 => I32: Integer,
+        I32GtU "i32.gt_u" I32 I32 => I32: Integer,
+        I32LeS "i32.le_s" I32 I32 => I32: Integer,
+        I32LeU "i32.le_u" I32 I32 => I32: Integer,
+        I32GeS "i32.ge_s" I32 I32 => I32: Integer,
+        I32GeU "i32.ge_u" I32 I32 => I32: Integer,
+        I64Add "i64.add" I64 I64 => I64: Integer,
+        I64Sub "i64.sub" I64 I64 => I64: Integer,
+        I64Mul "i64.mul" I64 I64 => I64: Integer,
+        I64DivS "i64.div_s" I64 I64 => I64: DivideSigned,
+        I64DivU "i64.div_u" I64 I64 => I64: Divide,
+        I64RemS "i64.rem_s" I64 I64 => I64: Divide,
+        I64RemU "i64.rem_u" I64 I64 => I64: Divide,
+        I64And "i64.and" I64 I64 => I64: Integer,
+        I64Or "i64.or" I64 I64 => I64: Integer,
+        I64Xor "i64.xor" I64 I64 => I64: Integer,
+        I64Shl "i64.shl" I64 I64 => I64: Integer,
+        I64ShrS "i64.shr_s" I64 I64 => I64: Integer,
+        I64ShrU "i64.shr_u" I64 I64 => I64: Integer,
+        I64Rotl "i64.rotl" I64 I64 => I64: Integer,
+        I64Rotr "i64.rotr" I64 I64 => I64: Integer,
+        I64Eq "i64.eq" I64 I64 => I32: Integer,
+        I64Ne "i64.ne" I64 I64 => I32: Integer,
+        I64LtS "i64.lt_s" I64 I64 => I32: Integer,
+        I64LtU "i64.lt_u" I64 I64 => I32: Integer,
+        I64GtS "i64.gt_s" I64 I64 => I32: Integer,
+        I64GtU "i64.gt_u" I64 I64 => I32: Integer,
+        I64LeS "i64.le_s" I64 I64 => I32: Integer,
+        I64LeU "i64.le_u" I64 I64 => I32: Integer,
+        I64GeS "i64.ge_s" I64 I64 => I32: Integer,
+        I64GeU "i64.ge_u" I64 I64 => I32: Integer,
+        F32Add "f32.add" F32 F32 => F32: Float,
+        F32Sub "f32.sub" F32 F32 => F32: Float,
+        F32Mul "f32.mul" F32 F32 => F32: Float,
+        F32Div "f32.div" F32 F32 => F32: Float,
+        F32Min "f32.min" F32 F32 => F32: Float,
+        F32Max "f32.max" F32 F32 => F32: Float,
+        F32Copysign "f32.copysign" F32 F32 => F32: Copysign,
+        F32Eq "f32.eq" F32 F32 => I32: Integer,
+        F32Ne "f32.ne" F32 F32 => I32: Integer,
+        F32Lt "f32.lt" F32 F32 => I32: Integer,
+        F32Gt "f32.gt" F32 F32 => I32: Integer,
+        F32Le "f32.le" F32 F32 => I32: Integer,
+        F32Ge "f32.ge" F32 F32 => I32: Integer,
+        F64Add "f64.add" F64 F64 => F64: Float,
+        F64Sub "f64.sub" F64 F64 => F64: Float,
+        F64Mul "f64.mul" F64 F64 => F64: Float,
+        F64Div "f64.div" F64 F64 => F64: Float,
+        F64Min "f64.min" F64 F64 => F64: Float,
+        F64Max "f64.max" F64 F64 => F64: Float,
+        F64Copysign "f64.copysign" F64 F64 => F64: Copysign,
+        F64Eq "f64.eq" F64 F64 => I32: Integer,
+        F64Ne "f64.ne" F64 F64 => I32: Integer,
+        F64Lt "f64.lt" F64 F64 => I32: Integer,
+        F64Gt "f64.gt" F64 F64 => I32: Integer,
+        F64Le "f64.le" F64 F64 => I32: Integer,
+        F64Ge "f64.ge" F64 F64 => I32: Integer,
     }
 }
 
@@ -520,6 +557,28 @@ pub(crate) enum Op {
     Return,
 }
 
+/// What begins with an operation and ends with the `End` of its label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Structure {
+    Block,
+    Loop,
+    If,
+}
+
+/// What an operation does to the structure of control flow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Flow {
+    /// The next operation follows; a trap may end the work item instead, as a check does.
+    Straight,
+    Open(Label, Structure),
+    Else(Label),
+    Close(Label),
+    /// Goes somewhere else, perhaps.
+    Leave,
+    /// Every item of the group comes here first.
+    Wait,
+}
+
 /// A kernel, with everything it calls.
 #[derive(Debug, Clone)]
 pub(crate) struct Body {
@@ -554,7 +613,88 @@ impl Op {
             | Op::Load { to, .. }
             | Op::AtomicLoad { to, .. }
             | Op::Atomic { to, .. } => Some(*to),
-            _ => None,
+            Op::Barrier { .. }
+            | Op::Store { .. }
+            | Op::AtomicStore { .. }
+            | Op::CheckRange { .. }
+            | Op::Fence
+            | Op::Trap { .. }
+            | Op::Block { .. }
+            | Op::Loop { .. }
+            | Op::If { .. }
+            | Op::Else { .. }
+            | Op::End { .. }
+            | Op::Branch { .. }
+            | Op::BranchIf { .. }
+            | Op::BranchTable { .. }
+            | Op::Return => None,
+        }
+    }
+
+    /// The memory it reads or writes, and how many bytes of it. A range of any length is not one access.
+    pub(crate) fn access(&self) -> Option<(Address, Access)> {
+        match self {
+            Op::Load { at, access, .. }
+            | Op::Store { at, access, .. }
+            | Op::AtomicLoad { at, access, .. }
+            | Op::AtomicStore { at, access, .. }
+            | Op::Atomic { at, access, .. } => Some((*at, *access)),
+            Op::Const { .. }
+            | Op::Move { .. }
+            | Op::Un { .. }
+            | Op::Bin { .. }
+            | Op::Math { .. }
+            | Op::Select { .. }
+            | Op::Id { .. }
+            | Op::Shared { .. }
+            | Op::Barrier { .. }
+            | Op::CheckRange { .. }
+            | Op::Fence
+            | Op::Trap { .. }
+            | Op::Block { .. }
+            | Op::Loop { .. }
+            | Op::If { .. }
+            | Op::Else { .. }
+            | Op::End { .. }
+            | Op::Branch { .. }
+            | Op::BranchIf { .. }
+            | Op::BranchTable { .. }
+            | Op::Return => None,
+        }
+    }
+
+    /// Whether others may see that it was done: what accesses memory and is no load.
+    pub(crate) fn writes(&self) -> bool {
+        self.access().is_some() && !matches!(self, Op::Load { .. } | Op::AtomicLoad { .. })
+    }
+
+    /// What it does to the structure of control flow.
+    pub(crate) fn flow(&self) -> Flow {
+        match self {
+            Op::Block { label } => Flow::Open(*label, Structure::Block),
+            Op::Loop { label } => Flow::Open(*label, Structure::Loop),
+            Op::If { label, .. } => Flow::Open(*label, Structure::If),
+            Op::Else { label } => Flow::Else(*label),
+            Op::End { label } => Flow::Close(*label),
+            Op::Branch { .. } | Op::BranchIf { .. } | Op::BranchTable { .. } | Op::Return | Op::Trap { .. } => {
+                Flow::Leave
+            }
+            Op::Barrier { .. } => Flow::Wait,
+            Op::Const { .. }
+            | Op::Move { .. }
+            | Op::Un { .. }
+            | Op::Bin { .. }
+            | Op::Math { .. }
+            | Op::Select { .. }
+            | Op::Id { .. }
+            | Op::Shared { .. }
+            | Op::Load { .. }
+            | Op::Store { .. }
+            | Op::AtomicLoad { .. }
+            | Op::AtomicStore { .. }
+            | Op::Atomic { .. }
+            | Op::CheckRange { .. }
+            | Op::Fence => Flow::Straight,
         }
     }
 
@@ -571,7 +711,22 @@ impl Op {
             | Op::Atomic { site, .. }
             | Op::CheckRange { site, .. }
             | Op::Trap { site, .. } => Some(*site),
-            _ => None,
+            Op::Const { .. }
+            | Op::Move { .. }
+            | Op::Math { .. }
+            | Op::Select { .. }
+            | Op::Id { .. }
+            | Op::Shared { .. }
+            | Op::Fence
+            | Op::Block { .. }
+            | Op::Loop { .. }
+            | Op::If { .. }
+            | Op::Else { .. }
+            | Op::End { .. }
+            | Op::Branch { .. }
+            | Op::BranchIf { .. }
+            | Op::BranchTable { .. }
+            | Op::Return => None,
         }
     }
 

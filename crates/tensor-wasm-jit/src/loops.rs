@@ -7,7 +7,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::ir::{Bin, Body, Label, Op, Reg, low_half};
+use crate::ir::{Bin, BinaryClass, Body, Flow, Label, Op, Reg, Structure, low_half};
 
 /// Loops of more operations gain little and would be there twice.
 const OPS_MAX: usize = 400;
@@ -142,13 +142,14 @@ pub(crate) fn counted(
 fn end_of(body: &Body, start: usize, label: Label) -> Option<(usize, HashSet<u32>)> {
     let mut labels = HashSet::new();
     for (n, op) in body.ops.iter().enumerate().skip(start + 1).take(OPS_MAX) {
-        match op {
-            Op::End { label: own } if *own == label => return Some((n, labels)),
-            Op::Loop { .. } | Op::Barrier { .. } | Op::BranchTable { .. } | Op::Return => return None,
-            Op::Block { label } | Op::If { label, .. } => {
+        match op.flow() {
+            Flow::Close(own) if own == label => return Some((n, labels)),
+            Flow::Open(_, Structure::Loop) | Flow::Wait => return None,
+            Flow::Leave if matches!(op, Op::BranchTable { .. } | Op::Return) => return None,
+            Flow::Open(label, Structure::Block | Structure::If) => {
                 labels.insert(label.0);
             }
-            _ => {}
+            Flow::Straight | Flow::Else(_) | Flow::Close(_) | Flow::Leave => {}
         }
     }
     None
@@ -171,14 +172,14 @@ fn tail_of(body: &Body, start: usize, end: usize, label: Label) -> Option<(usize
     let mut moves = Vec::new();
     while at > start {
         at -= 1;
-        match &body.ops[at] {
-            Op::Move { to, from } => moves.push((*to, *from)),
-            Op::If { condition, label } if *label == inner => {
-                moves.reverse();
-                return Some((at, *condition, moves));
-            }
-            _ => return None,
+        let op = &body.ops[at];
+        if let Op::Move { to, from } = op {
+            moves.push((*to, *from));
+            continue;
         }
+        let Op::If { condition, label } = op else { return None };
+        moves.reverse();
+        return (*label == inner).then_some((at, *condition, moves));
     }
     None
 }
@@ -222,8 +223,9 @@ impl View<'_> {
     /// What is added to a header each time round.
     fn step(&self, header: Reg) -> Option<Step> {
         let next = *self.headers.get(&header)?;
-        match self.definition(next)? {
-            Op::Bin { op: Bin::I32Add, a, b, .. } => {
+        let Op::Bin { op, a, b, .. } = self.definition(next)? else { return None };
+        match op.class() {
+            BinaryClass::Add => {
                 let other = if *a == header {
                     *b
                 } else if *b == header {
@@ -236,10 +238,19 @@ impl View<'_> {
                     None => self.is_fixed(other).then_some(Step::Register(other, 0)),
                 }
             }
-            Op::Bin { op: Bin::I32Sub, a, b, .. } if *a == header => {
-                Some(Step::Constant(self.number(*b)?.checked_neg()?))
+            BinaryClass::Sub => {
+                let by = self.number(*b)?.checked_neg()?;
+                (*a == header).then_some(Step::Constant(by))
             }
-            _ => None,
+            BinaryClass::And
+            | BinaryClass::Or
+            | BinaryClass::Mul
+            | BinaryClass::Shl
+            | BinaryClass::Integer
+            | BinaryClass::Divide
+            | BinaryClass::DivideSigned
+            | BinaryClass::Float
+            | BinaryClass::Copysign => None,
         }
     }
 
@@ -306,21 +317,28 @@ impl View<'_> {
             terms.push((reg, shift, is_negative));
             return Some(());
         }
-        match self.definition(reg)? {
-            Op::Bin { op: Bin::I32Add, a, b, .. } => {
+        let op = self.definition(reg)?;
+        if let Op::Move { from, .. } = op {
+            return self.sum(*from, shift, is_negative, terms, step, depth + 1);
+        }
+        let Op::Bin { op, a, b, .. } = op else { return None };
+        match op.class() {
+            class @ (BinaryClass::Add | BinaryClass::Sub) => {
                 self.sum(*a, shift, is_negative, terms, step, depth + 1)?;
-                self.sum(*b, shift, is_negative, terms, step, depth + 1)
+                self.sum(*b, shift, is_negative ^ (class == BinaryClass::Sub), terms, step, depth + 1)
             }
-            Op::Bin { op: Bin::I32Sub, a, b, .. } => {
-                self.sum(*a, shift, is_negative, terms, step, depth + 1)?;
-                self.sum(*b, shift, !is_negative, terms, step, depth + 1)
-            }
-            Op::Bin { op: Bin::I32Shl, a, b, .. } => {
+            BinaryClass::Shl => {
                 let by = self.number(*b).and_then(|by| u32::try_from(by).ok()).filter(|by| by + shift < 31)?;
                 self.sum(*a, shift + by, is_negative, terms, step, depth + 1)
             }
-            Op::Move { from, .. } => self.sum(*from, shift, is_negative, terms, step, depth + 1),
-            _ => None,
+            BinaryClass::And
+            | BinaryClass::Or
+            | BinaryClass::Mul
+            | BinaryClass::Integer
+            | BinaryClass::Divide
+            | BinaryClass::DivideSigned
+            | BinaryClass::Float
+            | BinaryClass::Copysign => None,
         }
     }
 }

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 
-use crate::ir::{Body, Label, Op};
+use crate::ir::{Body, Flow, Label, Op, Structure};
 use crate::refusal::{Place, Refusal};
 
 /// Registers of 32 bits that a work item may have on every device, less a few for the fence. `ptxas` 13 for sm_90 takes about
@@ -103,14 +103,14 @@ fn ends(body: &Body) -> Vec<usize> {
     let mut ends = vec![0; body.ops.len()];
     let mut open = Vec::new();
     for (at, op) in body.ops.iter().enumerate() {
-        match op {
-            Op::Block { .. } | Op::Loop { .. } | Op::If { .. } => open.push(at),
-            Op::End { .. } => {
+        match op.flow() {
+            Flow::Open(..) => open.push(at),
+            Flow::Close(_) => {
                 if let Some(start) = open.pop() {
                     ends[start] = at;
                 }
             }
-            _ => {}
+            Flow::Straight | Flow::Else(_) | Flow::Leave | Flow::Wait => {}
         }
     }
     ends
@@ -121,21 +121,25 @@ fn ends(body: &Body) -> Vec<usize> {
 fn carried(body: &Body) -> Vec<Option<usize>> {
     let mut targets: HashMap<Label, usize> = HashMap::new();
     for (at, op) in body.ops.iter().enumerate() {
-        match op {
-            Op::Loop { label } => drop(targets.insert(*label, at)),
+        match op.flow() {
+            Flow::Open(label, Structure::Loop) => drop(targets.insert(label, at)),
             // A loop's own end is not where a branch to it goes.
-            Op::End { label } => drop(targets.entry(*label).or_insert(at)),
-            _ => {}
+            Flow::Close(label) => drop(targets.entry(label).or_insert(at)),
+            Flow::Open(_, Structure::Block | Structure::If)
+            | Flow::Straight
+            | Flow::Else(_)
+            | Flow::Leave
+            | Flow::Wait => {}
         }
     }
     let mut carried = vec![None; body.ops.len()];
     let mut to = None;
     for (at, op) in body.ops.iter().enumerate().rev() {
-        to = match op {
-            Op::Branch { label } | Op::Else { label } => targets.get(label).copied(),
-            Op::Move { .. } => to,
-            _ => None,
-        };
+        if let Op::Branch { label } | Op::Else { label } = op {
+            to = targets.get(label).copied();
+        } else if !matches!(op, Op::Move { .. }) {
+            to = None;
+        }
         carried[at] = to;
     }
     carried

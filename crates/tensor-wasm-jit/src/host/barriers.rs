@@ -9,7 +9,7 @@ use wasm_encoder::{BlockType, Instruction, MemArg};
 use super::emit::Emitter;
 use super::locals::Locals;
 use super::memory::{OWN, store};
-use crate::ir::{Access, Body, Op, Reg};
+use crate::ir::{Access, Body, Flow, Op, Reg};
 
 /// A context begins with the number of the barrier an item waits at, 0 for one that has not begun.
 pub(super) const DONE: i32 = -1;
@@ -54,16 +54,16 @@ impl Barriers {
         let mut count = 1;
         let mut open = vec![Open { start: None, first: count, middle: None, children: Vec::new(), plain: 0 }];
         for (n, op) in body.ops.iter().enumerate() {
-            match op {
-                Op::Barrier { .. } => {
+            match op.flow() {
+                Flow::Wait => {
                     barriers.numbers.insert(n, count);
                     count += 1;
                     barriers.child(&mut open, n, n);
                 }
-                Op::Block { .. } | Op::Loop { .. } | Op::If { .. } => {
+                Flow::Open(..) => {
                     open.push(Open { start: Some(n), first: count, middle: None, children: Vec::new(), plain: n + 1 });
                 }
-                Op::Else { .. } => {
+                Flow::Else(_) => {
                     if let Some(own) = open.last_mut() {
                         own.middle = Some(count);
                         let children = std::mem::take(&mut own.children);
@@ -71,7 +71,7 @@ impl Barriers {
                         barriers.settle(&children);
                     }
                 }
-                Op::End { .. } => {
+                Flow::Close(_) => {
                     let Some(own) = open.pop() else { continue };
                     barriers.settle(&own.children);
                     let Some(start) = own.start.filter(|_| count > own.first) else { continue };
@@ -80,7 +80,7 @@ impl Barriers {
                     barriers.within.insert(start, (all, before_else));
                     barriers.child(&mut open, start, n);
                 }
-                _ => {}
+                Flow::Straight | Flow::Leave => {}
             }
         }
         let children = open.pop().map(|own| own.children).unwrap_or_default();

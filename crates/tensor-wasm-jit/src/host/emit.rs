@@ -11,7 +11,10 @@ use super::{CALL, POLL, Plan};
 use crate::facts::Facts;
 use crate::groups::{self, Groups};
 use crate::image::RECORD;
-use crate::ir::{Access, Bin, Body, Id, Label, Math, Op, Reg, Site, TrapKind, Ty, Un, low_half};
+use crate::ir::{
+    Access, Bin, BinaryClass, Body, Flow, Id, Label, Math, Op, Reg, Site, Structure, TrapKind, Ty, Un, UnaryClass,
+    low_half,
+};
 use crate::lower::SHARED_ADDRESS;
 
 /// Operations that are done between two polls: about a millisecond.
@@ -792,7 +795,7 @@ impl Emitter<'_> {
     }
 
     fn unary(&mut self, op: Un, to: Reg, a: Reg, site: Site) {
-        if let Some((least, high)) = op.convertible() {
+        if let UnaryClass::Convert(least, high) = op.class() {
             let is_wide = op.from() == Ty::F64;
             let either = |wide: Instruction<'static>, narrow: Instruction<'static>| if is_wide { wide } else { narrow };
             self.set_site(site);
@@ -837,13 +840,10 @@ impl Emitter<'_> {
 
     /// Traps of integer division, before it.
     fn division(&mut self, op: Bin, a: Reg, b: Reg, site: Site) {
-        let (is_wide, is_signed_division) = match op {
-            Bin::I32DivS => (false, true),
-            Bin::I32DivU | Bin::I32RemS | Bin::I32RemU => (false, false),
-            Bin::I64DivS => (true, true),
-            Bin::I64DivU | Bin::I64RemS | Bin::I64RemU => (true, false),
-            _ => return,
-        };
+        let (is_wide, is_signed_division) = (op.from() == Ty::I64, op.class() == BinaryClass::DivideSigned);
+        if !is_signed_division && op.class() != BinaryClass::Divide {
+            return;
+        }
         self.set_site(site);
         self.get(b);
         self.put(if is_wide { Instruction::I64Eqz } else { Instruction::I32Eqz });
@@ -937,42 +937,48 @@ impl Emitter<'_> {
 fn lengths(body: &Body) -> HashMap<u32, i32> {
     let (mut open, mut lengths) = (HashMap::new(), HashMap::new());
     for (n, op) in body.ops.iter().enumerate() {
-        match op {
-            Op::Loop { label } => drop(open.insert(label.0, n)),
-            Op::End { label } => {
+        match op.flow() {
+            Flow::Open(label, Structure::Loop) => drop(open.insert(label.0, n)),
+            Flow::Close(label) => {
                 if let Some(start) = open.remove(&label.0) {
                     lengths.insert(label.0, i32::try_from(n - start).unwrap_or(FUEL).clamp(1, FUEL));
                 }
             }
-            _ => {}
+            Flow::Open(_, Structure::Block | Structure::If)
+            | Flow::Else(_)
+            | Flow::Straight
+            | Flow::Leave
+            | Flow::Wait => {}
         }
     }
     lengths
 }
 
-/// Operations that are done to vectors as to numbers.
+/// Operations that are done to vectors as to numbers. All others are done to one number.
+const WIDE_UNARY: [(Un, Instruction<'static>); 4] = [
+    (Un::F32Abs, Instruction::F32x4Abs),
+    (Un::F32Sqrt, Instruction::F32x4Sqrt),
+    (Un::F64Abs, Instruction::F64x2Abs),
+    (Un::F64Sqrt, Instruction::F64x2Sqrt),
+];
+
+const WIDE_BINARY: [(Bin, Instruction<'static>); 8] = [
+    (Bin::F32Add, Instruction::F32x4Add),
+    (Bin::F32Sub, Instruction::F32x4Sub),
+    (Bin::F32Mul, Instruction::F32x4Mul),
+    (Bin::F32Div, Instruction::F32x4Div),
+    (Bin::F64Add, Instruction::F64x2Add),
+    (Bin::F64Sub, Instruction::F64x2Sub),
+    (Bin::F64Mul, Instruction::F64x2Mul),
+    (Bin::F64Div, Instruction::F64x2Div),
+];
+
 fn wide_unary(op: Un) -> Option<Instruction<'static>> {
-    Some(match op {
-        Un::F32Abs => Instruction::F32x4Abs,
-        Un::F32Sqrt => Instruction::F32x4Sqrt,
-        Un::F64Abs => Instruction::F64x2Abs,
-        Un::F64Sqrt => Instruction::F64x2Sqrt,
-        _ => return None,
-    })
+    WIDE_UNARY.iter().find(|(own, _)| *own == op).map(|(_, instruction)| instruction.clone())
 }
 
 fn wide_binary(op: Bin) -> Option<Instruction<'static>> {
-    Some(match op {
-        Bin::F32Add => Instruction::F32x4Add,
-        Bin::F32Sub => Instruction::F32x4Sub,
-        Bin::F32Mul => Instruction::F32x4Mul,
-        Bin::F32Div => Instruction::F32x4Div,
-        Bin::F64Add => Instruction::F64x2Add,
-        Bin::F64Sub => Instruction::F64x2Sub,
-        Bin::F64Mul => Instruction::F64x2Mul,
-        Bin::F64Div => Instruction::F64x2Div,
-        _ => return None,
-    })
+    WIDE_BINARY.iter().find(|(own, _)| *own == op).map(|(_, instruction)| instruction.clone())
 }
 
 fn word(at: u32) -> MemArg {

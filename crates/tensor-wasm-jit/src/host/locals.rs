@@ -5,7 +5,7 @@
 use wasm_encoder::ValType;
 
 use crate::facts::Facts;
-use crate::ir::{Body, Math, Op, Reg, Ty};
+use crate::ir::{Body, Flow, Math, Op, Reg, Structure, Ty};
 
 /// From the first operation that assigns a register to the last before which it is needed.
 #[derive(Debug, Clone, Copy)]
@@ -115,14 +115,8 @@ impl Locals {
 
 /// What the fence reads for an access, besides its address: what that is computed from.
 fn fence_reads(op: &Op, facts: &Facts) -> [Option<Reg>; 3] {
-    let base = match op {
-        Op::Load { at, .. }
-        | Op::Store { at, .. }
-        | Op::AtomicLoad { at, .. }
-        | Op::AtomicStore { at, .. }
-        | Op::Atomic { at, .. } => at.base,
-        _ => return [None; 3],
-    };
+    let Some((at, _)) = op.access() else { return [None; 3] };
+    let base = at.base;
     let (root, _) = facts.root(base);
     [Some(root), facts.beyond_any(base), facts.beyond_any(root)]
 }
@@ -144,12 +138,12 @@ fn spans(body: &Body, facts: &Facts) -> Vec<Option<Span>> {
                 last.push(reg);
             }
         }
-        match op {
-            Op::Loop { label } => {
+        match op.flow() {
+            Flow::Open(label, Structure::Loop) => {
                 loops.push((n, label.0));
                 carried.push(Vec::new());
             }
-            Op::End { label } if loops.last().is_some_and(|(_, own)| *own == label.0) => {
+            Flow::Close(label) if loops.last().is_some_and(|(_, own)| *own == label.0) => {
                 loops.pop();
                 let mut ended = carried.pop().unwrap_or_default();
                 ended.sort_unstable();
@@ -164,7 +158,12 @@ fn spans(body: &Body, facts: &Facts) -> Vec<Option<Span>> {
                     }
                 }
             }
-            _ => {}
+            Flow::Open(_, Structure::Block | Structure::If)
+            | Flow::Close(_)
+            | Flow::Else(_)
+            | Flow::Straight
+            | Flow::Leave
+            | Flow::Wait => {}
         }
         if let Some(to) = op.to().filter(|reg| facts.constant(*reg).is_none()) {
             let span = spans[to.0 as usize].get_or_insert(Span { from: n, to: n });

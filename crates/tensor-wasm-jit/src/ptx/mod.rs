@@ -32,7 +32,9 @@ use table::{binary, convertible, math, unary};
 
 use crate::facts::Facts;
 use crate::image::{CONTROL, KernelImage, Param, RECORD};
-use crate::ir::{Access, Bin, Body, Id, Label, Op, Reg, Site, TrapKind, Ty, Un, low_half};
+use crate::ir::{
+    Access, Bin, BinaryClass, Body, Flow, Id, Label, Op, Reg, Site, Structure, TrapKind, Ty, Un, low_half,
+};
 use crate::lower::{OPS_MAX, SHARED_ADDRESS};
 use crate::refusal::{Place, Refusal};
 
@@ -204,16 +206,17 @@ fn look_before(body: &Body) -> usize {
     }
     let mut outer_if: Option<(Label, usize)> = None;
     for (n, op) in body.ops.iter().enumerate() {
-        match op {
-            Op::Loop { .. }
-            | Op::Barrier { .. }
-            | Op::Store { .. }
-            | Op::Atomic { .. }
-            | Op::AtomicStore { .. }
-            | Op::Return => return outer_if.map_or(n, |(_, at)| at),
-            Op::If { label, .. } if outer_if.is_none() => outer_if = Some((*label, n)),
-            Op::End { label } if outer_if.is_some_and(|(own, _)| own == *label) => outer_if = None,
-            _ => {}
+        match op.flow() {
+            Flow::Open(_, Structure::Loop) | Flow::Wait => return outer_if.map_or(n, |(_, at)| at),
+            Flow::Straight if op.writes() => return outer_if.map_or(n, |(_, at)| at),
+            Flow::Leave if matches!(op, Op::Return) => return outer_if.map_or(n, |(_, at)| at),
+            Flow::Open(label, Structure::If) if outer_if.is_none() => outer_if = Some((label, n)),
+            Flow::Close(label) if outer_if.is_some_and(|(own, _)| own == label) => outer_if = None,
+            Flow::Straight
+            | Flow::Leave
+            | Flow::Else(_)
+            | Flow::Close(_)
+            | Flow::Open(_, Structure::Block | Structure::If) => {}
         }
     }
     body.ops.len()
@@ -493,13 +496,11 @@ impl Emitter<'_> {
 
     /// Traps of integer division, before it.
     fn division(&mut self, op: Bin, a: &str, b: &str, site: Site) {
-        let (ty, is_signed_division, lowest) = match op {
-            Bin::I32DivS => ("s32", true, "-2147483648"),
-            Bin::I32DivU | Bin::I32RemS | Bin::I32RemU => ("s32", false, ""),
-            Bin::I64DivS => ("s64", true, "-9223372036854775808"),
-            Bin::I64DivU | Bin::I64RemS | Bin::I64RemU => ("s64", false, ""),
-            _ => return,
-        };
+        let is_signed_division = op.class() == BinaryClass::DivideSigned;
+        if !is_signed_division && op.class() != BinaryClass::Divide {
+            return;
+        }
+        let (ty, lowest) = if op.from() == Ty::I64 { ("s64", "-9223372036854775808") } else { ("s32", "-2147483648") };
         let (q, zero) = (self.pred(), self.trap(TrapKind::DivideByZero, site));
         put!(self, "setp.eq.{ty} {q}, {b}, 0;");
         put!(self, "@{q} bra {zero};");

@@ -1,6 +1,6 @@
 //! What most operations are in PTX.
 
-use crate::ir::{Bin, Least, Math, Ty, Un};
+use crate::ir::{Bin, Least, Math, Ty, Un, UnaryClass};
 
 /// What an operation is in PTX. `D` is what it assigns, `A` and `B` are its operands; `T`, `S`, `U`, `V`, `F`, `G` and `Q` are
 /// registers of its own, of 32, 32, 64 and 64 bits, floats of 32 and 64 bits, and a predicate.
@@ -175,7 +175,7 @@ pub(super) fn math(op: Math) -> &'static str {
 
 /// What must be so for a float to be converted: the comparison with the first, and being below the second.
 pub(super) fn convertible(op: Un) -> Option<(&'static str, String, String)> {
-    let (least, high) = op.convertible()?;
+    let UnaryClass::Convert(least, high) = op.class() else { return None };
     let number = |value: f64| match op.from() {
         Ty::F64 => format!("0d{:016X}", value.to_bits()),
         #[expect(clippy::cast_possible_truncation, reason = "a power of two, as f32 has them")]
