@@ -19,6 +19,7 @@ macro_rules! assigns_nothing {
             | Op::CheckRange { .. }
             | Op::Fence
             | Op::Trap { .. }
+            | Op::TrapIf { .. }
             | Op::Block { .. }
             | Op::Loop { .. }
             | Op::If { .. }
@@ -220,6 +221,7 @@ impl Facts {
             Op::Select { a, b, .. } => of(a).join(of(b)),
             Op::Shared { .. } => Origin::from(Source::Shared),
             Op::Const { .. }
+            | Op::Canonical { .. }
             | Op::Un { .. }
             | Op::Math { .. }
             | Op::Id { .. }
@@ -251,7 +253,8 @@ impl Facts {
             },
             Op::Select { a, b, .. } => of(a).min(of(b)),
             Op::Shared { .. } => 4,
-            Op::Un { .. }
+            Op::Canonical { .. }
+            | Op::Un { .. }
             | Op::Math { .. }
             | Op::Id { .. }
             | Op::Load { .. }
@@ -293,6 +296,7 @@ impl Facts {
                 | BinaryClass::DivideSigned => Nan::default(),
             },
             Op::Math { .. } => computed,
+            Op::Canonical { .. } => raw,
             Op::Load { to, .. } if body.ty(*to).is_float() => raw,
             Op::Load { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => {
                 Nan::default()
@@ -301,17 +305,18 @@ impl Facts {
         }
     }
 
+    /// Of registers that legalisation adds nothing is known, here and below.
     pub(crate) fn constant(&self, reg: Reg) -> Option<u64> {
-        self.constants[reg.0 as usize]
+        self.constants.get(reg.0 as usize).copied().flatten()
     }
 
     pub(crate) fn is_single(&self, reg: Reg) -> bool {
-        self.singles[reg.0 as usize]
+        self.singles.get(reg.0 as usize).copied().unwrap_or(false)
     }
 
     /// The register that another is a fixed distance from, and that distance.
     pub(crate) fn root(&self, reg: Reg) -> (Reg, i32) {
-        self.roots[reg.0 as usize]
+        self.roots.get(reg.0 as usize).copied().unwrap_or((reg, 0))
     }
 
     /// What a register is beyond the address of a window, if that is a register too.
@@ -377,8 +382,8 @@ impl Facts {
                 UnaryClass::Integer | UnaryClass::Float | UnaryClass::ToBits | UnaryClass::Convert(..) => false,
             },
             Op::Bin { op, .. } => op.class() == BinaryClass::Copysign,
-            // As they are in memory or in the code.
-            Op::Load { .. } | Op::Const { .. } => true,
+            // As they are in memory or in the code, or canonical.
+            Op::Load { .. } | Op::Const { .. } | Op::Canonical { .. } => true,
             Op::Math { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => false,
             assigns_nothing!() => false,
         }

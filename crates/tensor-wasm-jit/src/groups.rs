@@ -68,8 +68,8 @@ struct Access {
     epoch: usize,
 }
 
-/// Finds the groups, for operations by their numbers. `is_wanted` says whether an address can be checked so at all.
-pub(crate) fn groups(body: &Body, facts: &Facts, is_wanted: impl Fn(Reg) -> bool) -> Groups {
+/// Finds the groups, for operations by their numbers.
+pub(crate) fn groups(body: &Body, facts: &Facts) -> Groups {
     let mut groups = Groups::default();
     let mut open: HashMap<(Reg, u32), Group> = HashMap::new();
     let mut epoch = 0;
@@ -90,8 +90,7 @@ pub(crate) fn groups(body: &Body, facts: &Facts, is_wanted: impl Fn(Reg) -> bool
         // Loads are done at once only where nothing but loads is between them.
         epoch += usize::from(!is_load);
         let bytes = access.bytes;
-        let is_aligned = facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
-        if !(is_load || is_store) || !is_aligned || at.offset >= 1 << 16 || !is_wanted(at.base) {
+        if !(is_load || is_store) || !at.is_aligned || at.may_wrap() || !at.region.can_clamp() {
             continue;
         }
         let loaded = op.to().filter(|to| is_load && body.ty(*to).bytes() == bytes);

@@ -1,7 +1,7 @@
 //! What comes out of the compiler, and the layout of the two blocks of memory that a kernel shares with whoever launches it.
 
 use crate::ir::{TrapKind, Ty};
-use crate::refusal::Place;
+use crate::refusal::SourceLocation;
 
 /// A compiled kernel.
 #[derive(Debug, Clone, PartialEq)]
@@ -19,7 +19,7 @@ pub struct KernelImage {
     /// Memory that a group shares; part of the PTX.
     pub shared_bytes: u32,
     /// Places that a trap record's number stands for.
-    pub sites: Vec<Place>,
+    pub sites: Vec<SourceLocation>,
 }
 
 impl KernelImage {
@@ -120,7 +120,7 @@ pub const RECORD: RecordLayout = RecordLayout {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trap {
     pub kind: TrapKind,
-    pub place: Option<Place>,
+    pub place: Option<SourceLocation>,
     /// Which memory an access was outside of, and at which offset.
     pub outside: Option<(Memory, u32)>,
     pub group: [u32; 3],
@@ -136,7 +136,7 @@ pub enum Memory {
 
 impl Trap {
     /// Reads a record; none if it is about another launch.
-    pub fn read(record: &[u8], launch: u64, sites: &[Place]) -> Option<Trap> {
+    pub fn read(record: &[u8], launch: u64, sites: &[SourceLocation]) -> Option<Trap> {
         let word = |at: u32| {
             let at = at as usize;
             record.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_le_bytes)

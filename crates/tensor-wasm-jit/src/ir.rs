@@ -29,6 +29,9 @@ impl Ty {
     }
 }
 
+/// Where the group's shared memory begins, in the kernel's address space. Windows end below it.
+pub const SHARED_ADDRESS: u32 = 0xf000_0000;
+
 /// The lower half of a register's bits.
 pub(crate) fn low_half(bits: u64) -> u32 {
     u32::try_from(bits & u64::from(u32::MAX)).unwrap_or(0)
@@ -101,26 +104,26 @@ impl TrapKind {
 }
 
 macro_rules! operations {
-    ($(#[$doc:meta])* $name:ident { $($op:ident $wasm:literal $($from:ident)+ => $to:ident,)* }) => {
+    ($(#[$doc:meta])* $vis:vis $name:ident { $($op:ident $wasm:literal $($from:ident)+ => $to:ident,)* }) => {
         $(#[$doc])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub(crate) enum $name { $($op,)* }
+        $vis enum $name { $($op,)* }
 
         #[allow(dead_code, reason = "not every table is asked for every column")]
         impl $name {
-            pub(crate) const ALL: &[$name] = &[$($name::$op,)*];
+            $vis const ALL: &[$name] = &[$($name::$op,)*];
 
             /// As the text format of Wasm spells it.
-            pub(crate) fn name(self) -> &'static str {
+            $vis fn name(self) -> &'static str {
                 match self { $($name::$op => $wasm,)* }
             }
 
             /// The type of its operands.
-            pub(crate) fn from(self) -> Ty {
+            $vis fn from(self) -> Ty {
                 match self { $($name::$op => operations!(@first $($from)+),)* }
             }
 
-            pub(crate) fn to(self) -> Ty {
+            $vis fn to(self) -> Ty {
                 match self { $($name::$op => Ty::$to,)* }
             }
         }
@@ -128,10 +131,10 @@ macro_rules! operations {
     (@first $first:ident $($rest:ident)*) => { Ty::$first };
     // Those that are instructions of Wasm, each with its class: what the passes have to know about it.
     (
-        instructions: $(#[$doc:meta])* $name:ident : $classes:ident
+        instructions: $(#[$doc:meta])* $vis:vis $name:ident : $classes:ident
         { $($op:ident $wasm:literal $($from:ident)+ => $to:ident : $class:expr,)* }
     ) => {
-        operations! { $(#[$doc])* $name { $($op $wasm $($from)+ => $to,)* } }
+        operations! { $(#[$doc])* $vis $name { $($op $wasm $($from)+ => $to,)* } }
 
         impl $name {
             pub(crate) fn class(self) -> $classes {
@@ -156,7 +159,7 @@ macro_rules! operations {
 operations! {
     instructions:
     /// One operand.
-    Un: UnaryClass {
+    pub Un: UnaryClass {
         I32Clz "i32.clz" I32 => I32: Integer,
         I32Ctz "i32.ctz" I32 => I32: Integer,
         I32Popcnt "i32.popcnt" I32 => I32: Integer,
@@ -274,7 +277,7 @@ pub(crate) enum BinaryClass {
 operations! {
     instructions:
     /// Two operands of one type.
-    Bin: BinaryClass {
+    pub Bin: BinaryClass {
         I32Add "i32.add" I32 I32 => I32: Add,
         I32Sub "i32.sub" I32 I32 => I32: Sub,
         I32Mul "i32.mul" I32 I32 => I32: Mul,
@@ -355,14 +358,12 @@ operations! {
 }
 
 operations! {
-    /// Functions of module `kernel` that compute something of one or more numbers of one type.
-    Math {
+    /// Functions of module `kernel` that a device computes in one instruction and Wasm has none for. Each makes a float; where
+    /// that is a NaN, it is the canonical one.
+    pub(crate) Math {
         FmaF32 "fma_f32" F32 F32 F32 => F32,
         FmaF64 "fma_f64" F64 F64 F64 => F64,
-        SqrtF32 "sqrt_f32" F32 => F32,
-        SqrtF64 "sqrt_f64" F64 => F64,
         RsqrtF32 "rsqrt_f32" F32 => F32,
-        RsqrtF64 "rsqrt_f64" F64 => F64,
     }
 }
 
@@ -370,7 +371,7 @@ impl Math {
     pub(crate) fn operands(self) -> usize {
         match self {
             Math::FmaF32 | Math::FmaF64 => 3,
-            Math::SqrtF32 | Math::SqrtF64 | Math::RsqrtF32 | Math::RsqrtF64 => 1,
+            Math::RsqrtF32 => 1,
         }
     }
 
@@ -379,9 +380,21 @@ impl Math {
     }
 }
 
+/// One of the three dimensions of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Axis {
+    X,
+    Y,
+    Z,
+}
+
+impl Axis {
+    pub const ALL: [Axis; 3] = [Axis::X, Axis::Y, Axis::Z];
+}
+
 /// What a work item knows about where it is, in one of three dimensions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Id {
+pub enum Id {
     Global,
     Local,
     Group,
@@ -391,6 +404,14 @@ pub(crate) enum Id {
 }
 
 impl Id {
+    /// What it is in a dimension that there is not: one item of number 0.
+    pub(crate) fn nowhere(self) -> u32 {
+        match self {
+            Id::Global | Id::Local | Id::Group => 0,
+            Id::LocalSize | Id::GlobalSize | Id::Groups => 1,
+        }
+    }
+
     pub(crate) fn named(name: &str) -> Option<Id> {
         Some(match name {
             "global_id" => Id::Global,
@@ -411,8 +432,9 @@ pub(crate) struct Access {
     pub is_signed: bool,
 }
 
+/// What an atomic does to memory; it returns what was there before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Rmw {
+pub enum Rmw {
     Add,
     Sub,
     And,
@@ -423,11 +445,79 @@ pub(crate) enum Rmw {
     CompareExchange,
 }
 
+/// The memory that an access goes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Region {
+    /// Not known: looked up among all of them as the access is made.
+    Any,
+    /// The window of a parameter, which has at least as many bytes as an access.
+    Window(u16),
+    /// The window of a parameter, of any size, even of none.
+    SmallWindow(u16),
+    /// The work item's private stack.
+    Stack,
+    /// What the group shares.
+    Shared,
+}
+
+impl Region {
+    /// Whether an offset in it can be clamped: it is known, and has room for an access.
+    pub(crate) fn can_clamp(self) -> bool {
+        match self {
+            Region::Window(_) | Region::Stack | Region::Shared => true,
+            Region::Any | Region::SmallWindow(_) => false,
+        }
+    }
+}
+
+/// Offsets from this on may carry an address beyond the address space into a window. No window begins below it.
+const OFFSET_WRAPS: u32 = 1 << 16;
+
 /// An address: a register and what is added to it, without wrapping around.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address {
     pub base: Reg,
     pub offset: u32,
+    /// Where it is and whether it is a multiple of the access's size, as far as is known: nothing before `legalize.rs` has
+    /// looked at the whole kernel.
+    pub region: Region,
+    pub is_aligned: bool,
+}
+
+impl Address {
+    /// An address of which nothing is known.
+    pub(crate) fn new(base: Reg, offset: u32) -> Address {
+        Address { base, offset, region: Region::Any, is_aligned: false }
+    }
+
+    /// Whether the sum may be beyond the address space, so that the offset in a window has to be checked for that too.
+    pub(crate) fn may_wrap(self) -> bool {
+        self.offset >= OFFSET_WRAPS
+    }
+}
+
+/// What a check looks for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Test {
+    IsZero(Reg),
+    /// The smallest integer divided by -1: dividend and divisor.
+    Overflows(Reg, Reg),
+    IsNan(Reg),
+    /// A float, no NaN, that is not at least or above the first and below the second.
+    IsOutside(Reg, Least, f64),
+    /// An address and offset whose sum is no multiple of so many bytes, a power of two.
+    IsUnaligned(Reg, u32, u32),
+}
+
+impl Test {
+    fn reads(self) -> [Option<Reg>; 3] {
+        match self {
+            Test::IsZero(a) | Test::IsNan(a) | Test::IsOutside(a, ..) | Test::IsUnaligned(a, ..) => {
+                [Some(a), None, None]
+            }
+            Test::Overflows(a, b) => [Some(a), Some(b), None],
+        }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -465,11 +555,10 @@ pub(crate) enum Op {
         a: Reg,
         b: Reg,
     },
-    /// Dimensions other than 0, 1 and 2 have one item of number 0.
     Id {
         id: Id,
         to: Reg,
-        dimension: Reg,
+        axis: Axis,
     },
     /// The address of the group's shared memory.
     Shared {
@@ -522,6 +611,17 @@ pub(crate) enum Op {
     Trap {
         kind: TrapKind,
         site: Site,
+    },
+    /// Made by `legalize.rs` only: traps if the test is true. What follows may rely on it being false.
+    TrapIf {
+        test: Test,
+        kind: TrapKind,
+        site: Site,
+    },
+    /// Made by `legalize.rs` only: a float, or the canonical NaN where it is a NaN. May assign what it reads.
+    Canonical {
+        to: Reg,
+        from: Reg,
     },
     /// A branch to its label goes to its end.
     Block {
@@ -586,7 +686,7 @@ pub(crate) struct Body {
     pub params: Vec<Reg>,
     pub types: Vec<Ty>,
     pub ops: Vec<Op>,
-    pub sites: Vec<crate::refusal::Place>,
+    pub sites: Vec<crate::refusal::SourceLocation>,
     pub shared_bytes: u32,
     /// The private stack: where it ends, and how much of it is used.
     pub stack_top: u32,
@@ -612,13 +712,15 @@ impl Op {
             | Op::Shared { to }
             | Op::Load { to, .. }
             | Op::AtomicLoad { to, .. }
-            | Op::Atomic { to, .. } => Some(*to),
+            | Op::Atomic { to, .. }
+            | Op::Canonical { to, .. } => Some(*to),
             Op::Barrier { .. }
             | Op::Store { .. }
             | Op::AtomicStore { .. }
             | Op::CheckRange { .. }
             | Op::Fence
             | Op::Trap { .. }
+            | Op::TrapIf { .. }
             | Op::Block { .. }
             | Op::Loop { .. }
             | Op::If { .. }
@@ -641,6 +743,7 @@ impl Op {
             | Op::Atomic { at, access, .. } => Some((*at, *access)),
             Op::Const { .. }
             | Op::Move { .. }
+            | Op::Canonical { .. }
             | Op::Un { .. }
             | Op::Bin { .. }
             | Op::Math { .. }
@@ -651,6 +754,7 @@ impl Op {
             | Op::CheckRange { .. }
             | Op::Fence
             | Op::Trap { .. }
+            | Op::TrapIf { .. }
             | Op::Block { .. }
             | Op::Loop { .. }
             | Op::If { .. }
@@ -694,7 +798,9 @@ impl Op {
             | Op::AtomicStore { .. }
             | Op::Atomic { .. }
             | Op::CheckRange { .. }
-            | Op::Fence => Flow::Straight,
+            | Op::Fence
+            | Op::TrapIf { .. }
+            | Op::Canonical { .. } => Flow::Straight,
         }
     }
 
@@ -710,9 +816,11 @@ impl Op {
             | Op::AtomicStore { site, .. }
             | Op::Atomic { site, .. }
             | Op::CheckRange { site, .. }
-            | Op::Trap { site, .. } => Some(*site),
+            | Op::Trap { site, .. }
+            | Op::TrapIf { site, .. } => Some(*site),
             Op::Const { .. }
             | Op::Move { .. }
+            | Op::Canonical { .. }
             | Op::Math { .. }
             | Op::Select { .. }
             | Op::Id { .. }
@@ -734,8 +842,8 @@ impl Op {
     pub(crate) fn reads(&self) -> [Option<Reg>; 3] {
         match self {
             Op::Move { from: a, .. }
+            | Op::Canonical { from: a, .. }
             | Op::Un { a, .. }
-            | Op::Id { dimension: a, .. }
             | Op::If { condition: a, .. }
             | Op::BranchIf { condition: a, .. }
             | Op::BranchTable { index: a, .. } => [Some(*a), None, None],
@@ -746,7 +854,9 @@ impl Op {
             Op::Select { condition, a, b, .. } => [Some(*condition), Some(*a), Some(*b)],
             Op::Atomic { at, value, expected, .. } => [Some(at.base), Some(*value), Some(*expected)],
             Op::Math { operands, .. } => operands.map(Some),
+            Op::TrapIf { test, .. } => test.reads(),
             Op::Const { .. }
+            | Op::Id { .. }
             | Op::Shared { .. }
             | Op::Barrier { .. }
             | Op::Fence
@@ -761,14 +871,11 @@ impl Op {
     }
 }
 
-/// No window begins below this: an offset that wraps around does not reach one.
-const WINDOWS_FROM: u32 = 1 << 16;
-
 impl Body {
     /// Where windows may begin: beyond everything of its own.
     pub(crate) fn windows_from(&self) -> u32 {
         let own_end = u64::from(self.stack_top).max(u64::from(self.data_address) + self.data.len() as u64);
-        u32::try_from(own_end.next_multiple_of(16)).unwrap_or(u32::MAX).max(WINDOWS_FROM)
+        u32::try_from(own_end.next_multiple_of(16)).unwrap_or(u32::MAX).max(OFFSET_WRAPS)
     }
 
     pub(crate) fn ty(&self, reg: Reg) -> Ty {

@@ -6,6 +6,7 @@
 //! bytes → Program (profile) → Body (lower) → Facts → PTX (ptx) → KernelImage
 //! ```
 
+mod assemble;
 pub mod emulate;
 mod facts;
 mod groups;
@@ -13,22 +14,25 @@ mod host;
 mod image;
 mod instructions;
 mod ir;
+mod legalize;
 mod loops;
 mod lower;
+mod math;
 mod pressure;
 mod profile;
 mod ptx;
 mod refusal;
 
+pub use crate::assemble::{OPS_MAX, SHARED_BYTES_MAX};
 pub use crate::host::{CALL, CallLayout, HostImage, HostLayout};
 pub use crate::image::{
     BUDGET_TICKS_MAX, CONTROL, ControlLayout, KernelImage, LAUNCHES_MAX, Memory, Param, RECORD, RecordLayout, Trap,
     budget_ticks,
 };
-pub use crate::ir::{TrapKind, Ty};
-pub use crate::lower::{OPS_MAX, SHARED_ADDRESS, SHARED_BYTES_MAX};
+pub use crate::ir::{SHARED_ADDRESS, TrapKind, Ty};
+use crate::legalize::WindowSizes;
 pub use crate::profile::{MODULE_BYTES_MAX, Program};
-pub use crate::refusal::{Place, Refusal};
+pub use crate::refusal::{Refusal, SourceLocation};
 
 /// Changes with the compiler: what it made of a kernel may be kept under it.
 pub const VERSION: &str = env!("COMPILER_VERSION");
@@ -46,13 +50,14 @@ impl Program<'_> {
 
     fn compile_for(&self, kernel: &str, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
         let body = self.checked(kernel, windows)?;
-        ptx::emit(&body, windows, is_small)
+        let sizes = if is_small { WindowSizes::Any } else { WindowSizes::FitAccesses };
+        ptx::emit(&legalize::legalize(body, windows, sizes))
     }
 
     /// Compiles a kernel for a CPU: to Wasm that runs many work items at a call.
     pub fn compile_host(&self, kernel: &str, windows: &[bool]) -> Result<HostImage, Refusal> {
         let body = self.checked(kernel, windows)?;
-        host::emit(&body, windows)
+        host::emit(&legalize::legalize(body, windows, WindowSizes::FitAccesses))
     }
 
     fn checked(&self, kernel: &str, windows: &[bool]) -> Result<ir::Body, Refusal> {
@@ -81,7 +86,7 @@ impl Program<'_> {
         let body = lower::lower_call(self, function)?;
         pressure::check(&body)?;
         let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
-        ptx::emit(&body, &windows, false)
+        ptx::emit(&legalize::legalize(body, &windows, WindowSizes::FitAccesses))
     }
 
     /// The same for a CPU.
@@ -89,6 +94,6 @@ impl Program<'_> {
         let body = lower::lower_call(self, function)?;
         pressure::check(&body)?;
         let windows: Vec<bool> = (0..body.params.len()).map(|n| n < 2).collect();
-        host::emit(&body, &windows)
+        host::emit(&legalize::legalize(body, &windows, WindowSizes::FitAccesses))
     }
 }

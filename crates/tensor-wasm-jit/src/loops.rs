@@ -7,13 +7,12 @@
 
 use std::collections::{HashMap, HashSet};
 
-use crate::ir::{Bin, BinaryClass, Body, Flow, Label, Op, Reg, Structure, low_half};
+use crate::facts::Facts;
+use crate::ir::{Bin, BinaryClass, Body, Flow, Label, Op, Reg, Region, Structure, low_half};
+use crate::legalize::Legal;
 
 /// Loops of more operations gain little and would be there twice.
 const OPS_MAX: usize = 400;
-
-/// Offsets from this on may carry an address beyond the address space; distances between registers are below it too.
-const OFFSET_MAX: i32 = 1 << 16;
 
 /// What is added to a register each time round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +33,8 @@ pub(crate) type Term = (Reg, u32, bool);
 pub(crate) struct Pointer {
     /// The register that accesses are a fixed distance from.
     pub address: Reg,
+    /// Where they all go: what is a fixed distance from one address comes from the same.
+    pub region: Region,
     /// Its value before the loop is the sum of these.
     pub terms: Vec<Term>,
     pub step: Step,
@@ -66,15 +67,10 @@ pub(crate) struct Counted {
 }
 
 /// The counted loop that begins with an operation, if it is one.
-pub(crate) fn counted(
-    body: &Body,
-    start: usize,
-    constant: impl Fn(Reg) -> Option<u64>,
-    root: impl Fn(Reg) -> (Reg, i32),
-    is_single: impl Fn(Reg) -> bool,
-) -> Option<Counted> {
+pub(crate) fn counted(legal: &Legal, start: usize) -> Option<Counted> {
+    let (body, facts) = (&legal.body, &legal.facts);
     let Op::Loop { label } = body.ops[start] else { return None };
-    let (end, labels) = end_of(body, start, label)?;
+    let (end, labels) = end_of(legal, start, label)?;
     let (tail, condition, moves) = tail_of(body, start, end, label)?;
     let mut inside: HashMap<Reg, Assigned> = HashMap::new();
     for (n, op) in body.ops.iter().enumerate().take(end).skip(start + 1) {
@@ -88,17 +84,18 @@ pub(crate) fn counted(
     if headers.len() != moves.len() || moves.iter().any(|(_, from)| headers.contains_key(from)) {
         return None;
     }
-    let view = View { body, inside, moves: &moves, headers, constant: &constant, is_single: &is_single };
+    let view = View { body, facts, inside, moves: &moves, headers };
     let (counter, counter_step, until, is_before_step) = view.condition(condition)?;
     let mut pointers: HashMap<Reg, Pointer> = HashMap::new();
     let mut failed: HashSet<Reg> = HashSet::new();
     for op in &body.ops[start + 1..tail] {
         let (Op::Load { at, access, .. } | Op::Store { at, access, .. }) = op else { continue };
-        let (address, distance) = root(at.base);
+        let (address, distance) = facts.root(at.base);
         if failed.contains(&address) {
             continue;
         }
-        let low = i32::try_from(at.offset).ok().filter(|offset| *offset < OFFSET_MAX).map(|offset| distance + offset);
+        let offset = if at.may_wrap() { None } else { i32::try_from(at.offset).ok() };
+        let low = offset.map(|offset| distance + offset);
         let (Some(low), Ok(bytes)) = (low, i32::try_from(access.bytes)) else {
             // So far away it cannot be inside with the rest, and the whole address is left to the fence.
             pointers.remove(&address);
@@ -113,7 +110,7 @@ pub(crate) fn counted(
             }
             std::collections::hash_map::Entry::Vacant(place) => match view.pointer(address) {
                 Some((terms, step)) => {
-                    place.insert(Pointer { address, terms, step, low, high });
+                    place.insert(Pointer { address, region: at.region, terms, step, low, high });
                 }
                 None => {
                     failed.insert(address);
@@ -139,9 +136,10 @@ pub(crate) fn counted(
 }
 
 /// Where a loop ends, and the blocks inside. None if something in it keeps it from being simple.
-fn end_of(body: &Body, start: usize, label: Label) -> Option<(usize, HashSet<u32>)> {
+fn end_of(legal: &Legal, start: usize, label: Label) -> Option<(usize, HashSet<u32>)> {
     let mut labels = HashSet::new();
-    for (n, op) in body.ops.iter().enumerate().skip(start + 1).take(OPS_MAX) {
+    let is_near = |(n, _): &(usize, &Op)| legal.cost(start, *n) <= OPS_MAX;
+    for (n, op) in legal.body.ops.iter().enumerate().skip(start + 1).take_while(is_near) {
         match op.flow() {
             Flow::Close(own) if own == label => return Some((n, labels)),
             Flow::Open(_, Structure::Loop) | Flow::Wait => return None,
@@ -173,7 +171,7 @@ fn tail_of(body: &Body, start: usize, end: usize, label: Label) -> Option<(usize
     while at > start {
         at -= 1;
         let op = &body.ops[at];
-        if let Op::Move { to, from } = op {
+        if let Op::Move { to, from } | Op::Canonical { to, from } = op {
             moves.push((*to, *from));
             continue;
         }
@@ -193,28 +191,26 @@ enum Assigned {
 /// What the registers of a loop are.
 struct View<'b> {
     body: &'b Body,
+    facts: &'b Facts,
     /// Registers that are assigned inside, and where.
     inside: HashMap<Reg, Assigned>,
     moves: &'b Moves,
     /// Registers that are moved to as it goes round, and from what.
     headers: HashMap<Reg, Reg>,
-    constant: &'b dyn Fn(Reg) -> Option<u64>,
-    /// Whether a register is assigned by one operation only, in the loop or outside.
-    is_single: &'b dyn Fn(Reg) -> bool,
 }
 
 impl View<'_> {
     fn is_fixed(&self, reg: Reg) -> bool {
-        !self.inside.contains_key(&reg) || (self.constant)(reg).is_some()
+        !self.inside.contains_key(&reg) || self.facts.constant(reg).is_some()
     }
 
     fn number(&self, reg: Reg) -> Option<i32> {
-        (self.constant)(reg).map(|bits| low_half(bits).cast_signed())
+        self.facts.constant(reg).map(|bits| low_half(bits).cast_signed())
     }
 
     fn definition(&self, reg: Reg) -> Option<&Op> {
         match self.inside.get(&reg)? {
-            Assigned::Once(at) if (self.is_single)(reg) => Some(&self.body.ops[*at]),
+            Assigned::Once(at) if self.facts.is_single(reg) => Some(&self.body.ops[*at]),
             // Where paths meet it may be one thing or another.
             Assigned::Once(_) | Assigned::Often => None,
         }

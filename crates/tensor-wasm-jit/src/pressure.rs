@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 
 use crate::ir::{Body, Flow, Label, Op, Structure};
-use crate::refusal::{Place, Refusal};
+use crate::refusal::{Refusal, SourceLocation};
 
 /// Registers of 32 bits that a work item may have on every device, less a few for the fence. `ptxas` 13 for sm_90 takes about
 /// 3 s for 20,000 operations on as many values in a loop.
@@ -26,7 +26,7 @@ pub(crate) fn check(body: &Body) -> Result<(), Refusal> {
     }
     let site = body.ops.iter().take(at + 1).rev().find_map(Op::site);
     let place = site.and_then(|site| body.sites.get(site.0 as usize)).cloned();
-    let place = place.unwrap_or_else(|| Place { function: body.name.clone(), offset: 0 });
+    let place = place.unwrap_or_else(|| SourceLocation { function: body.name.clone(), offset: None });
     Err(Refusal::TooManyValues { values_max, place })
 }
 

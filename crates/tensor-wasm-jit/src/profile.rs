@@ -341,7 +341,7 @@ impl<'a> Program<'a> {
 }
 
 /// What a launch can pass: a window takes four words of a parameter block of 4 KiB.
-const PARAMS_MAX: usize = 128;
+pub(crate) const PARAMS_MAX: usize = 128;
 
 fn refuse<T>(what: &str) -> Result<T, Refusal> {
     Err(Refusal::Module { what: what.to_owned() })

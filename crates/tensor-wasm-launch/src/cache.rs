@@ -10,7 +10,7 @@ use std::time::SystemTime;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tensor_wasm_gpu::DeviceKind;
-use tensor_wasm_jit::{HostImage, KernelImage, Place, Program, Refusal};
+use tensor_wasm_jit::{HostImage, KernelImage, Program, Refusal, SourceLocation};
 
 use crate::HashMap;
 
@@ -42,7 +42,7 @@ pub struct Image {
     pub entry: String,
     pub window_bytes_min: Vec<u32>,
     pub windows_from: u32,
-    sites: Vec<(String, usize)>,
+    sites: Vec<(String, Option<usize>)>,
 }
 
 impl Image {
@@ -56,10 +56,13 @@ impl Image {
         })
     }
 
-    pub fn sites(&self) -> Vec<Place> {
+    pub fn sites(&self) -> Vec<SourceLocation> {
         // As people wrote them, without the hash that mangled names end with.
         let name = |function: &str| format!("{:#}", rustc_demangle::demangle(function));
-        self.sites.iter().map(|(function, offset)| Place { function: name(function), offset: *offset }).collect()
+        self.sites
+            .iter()
+            .map(|(function, offset)| SourceLocation { function: name(function), offset: *offset })
+            .collect()
     }
 
     fn bytes(&self) -> usize {

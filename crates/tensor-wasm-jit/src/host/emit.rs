@@ -6,16 +6,15 @@ use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 
 use super::barriers::{Barriers, DONE};
 use super::locals::Locals;
-use super::memory::{OWN, Region, What, load};
+use super::memory::{OWN, What, load};
 use super::{CALL, POLL, Plan};
 use crate::facts::Facts;
-use crate::groups::{self, Groups};
 use crate::image::RECORD;
 use crate::ir::{
-    Access, Bin, BinaryClass, Body, Flow, Id, Label, Math, Op, Reg, Site, Structure, TrapKind, Ty, Un, UnaryClass,
-    low_half,
+    Access, Axis, Bin, Body, Flow, Id, Label, Least, Math, Op, Reg, Region, SHARED_ADDRESS, Site, Structure, Test,
+    TrapKind, Ty, Un, low_half,
 };
-use crate::lower::SHARED_ADDRESS;
+use crate::legalize::Legal;
 
 /// Operations that are done between two polls: about a millisecond.
 const FUEL: i32 = 1 << 21;
@@ -60,10 +59,9 @@ pub(super) struct Own {
 }
 
 pub(super) struct Emitter<'b> {
+    pub legal: &'b Legal,
     pub body: &'b Body,
     pub facts: &'b Facts,
-    pub windows: &'b [bool],
-    pub groups: Groups,
     pub locals: Locals,
     pub own: Own,
     pub barriers: Barriers,
@@ -101,7 +99,8 @@ enum Target {
 }
 
 /// The function, and the bytes of a context.
-pub(super) fn run(body: &Body, facts: &Facts, windows: &[bool], plan: &Plan) -> (Function, u32) {
+pub(super) fn run(legal: &Legal, plan: &Plan) -> (Function, u32) {
+    let Legal { body, facts, windows, .. } = legal;
     let mut locals = Locals::of(body, facts);
     let mut i32s = || locals.own(ValType::I32);
     let mut three = || [i32s(), i32s(), i32s()];
@@ -132,10 +131,9 @@ pub(super) fn run(body: &Body, facts: &Facts, windows: &[bool], plan: &Plan) -> 
     classes.extend([Class::Outside(Region::Stack), Class::Outside(Region::Shared)]);
     let barriers = Barriers::of(body);
     let mut emitter = Emitter {
+        legal,
         body,
         facts,
-        windows,
-        groups: Groups::default(),
         context_bytes: barriers.context_bytes(body, &locals),
         locals,
         own,
@@ -149,9 +147,8 @@ pub(super) fn run(body: &Body, facts: &Facts, windows: &[bool], plan: &Plan) -> 
         limits: HashMap::new(),
         limits_order: Vec::new(),
         starts: HashMap::new(),
-        lengths: lengths(body),
+        lengths: lengths(legal),
     };
-    emitter.groups = groups::groups(body, facts, |reg| emitter.region(reg).is_some());
     emitter.whole();
     let body_code = std::mem::take(&mut emitter.code);
     emitter.prologue();
@@ -256,27 +253,6 @@ impl Emitter<'_> {
             ty => self.put(load(ty, access, at)),
         }
         self.set_held(reg);
-    }
-
-    /// Pushes a float's bits as they are to be seen: of the NaNs that operations make there is only one.
-    pub(super) fn get_observed(&mut self, reg: Reg) {
-        match self.body.ty(reg).is_float() && self.facts.is_computed(reg) {
-            true => self.get_canonical(reg),
-            false => self.get(reg),
-        }
-    }
-
-    fn get_canonical(&mut self, reg: Reg) {
-        let is_wide = self.body.ty(reg) == Ty::F64;
-        match is_wide {
-            true => self.put(Instruction::F64Const(f64::from_bits(0x7ff8_0000_0000_0000).into())),
-            false => self.put(Instruction::F32Const(f32::from_bits(0x7fc0_0000).into())),
-        }
-        self.get(reg);
-        self.get(reg);
-        self.get(reg);
-        self.put(if is_wide { Instruction::F64Ne } else { Instruction::F32Ne });
-        self.put(Instruction::Select);
     }
 
     /// Opens a block that branches to a label may go to.
@@ -430,9 +406,10 @@ impl Emitter<'_> {
             self.close();
             let (kind, which) = match class {
                 Class::Kind(kind) => (kind, RECORD.nothing),
-                Class::Outside(Region::Window(n)) => (TrapKind::OutOfBounds, u32::from(n)),
+                Class::Outside(Region::Window(n) | Region::SmallWindow(n)) => (TrapKind::OutOfBounds, u32::from(n)),
                 Class::Outside(Region::Stack) => (TrapKind::OutOfBounds, RECORD.stack),
                 Class::Outside(Region::Shared) => (TrapKind::OutOfBounds, RECORD.shared),
+                Class::Outside(Region::Any) => (TrapKind::OutOfBounds, RECORD.nothing),
             };
             self.i32((kind as u32).cast_signed());
             self.local_set(self.own.kind);
@@ -474,7 +451,7 @@ impl Emitter<'_> {
 
     fn groups(&mut self) {
         self.open_as(Instruction::Loop(BlockType::Empty), Target::Groups);
-        let ops = i32::try_from(self.body.ops.len()).unwrap_or(i32::MAX).min(FUEL);
+        let ops = i32::try_from(self.legal.cost(0, self.body.ops.len())).unwrap_or(i32::MAX).min(FUEL);
         self.pay(|emitter| {
             emitter.local_get(emitter.own.count);
             emitter.i32(ops);
@@ -613,7 +590,7 @@ impl Emitter<'_> {
         for (n, op) in body.ops.iter().enumerate() {
             self.skip_after(n);
             self.skip_before(n);
-            self.one(n, op);
+            self.operation(n, op);
         }
         self.close();
         if has_barriers {
@@ -657,20 +634,6 @@ impl Emitter<'_> {
         }
     }
 
-    fn one(&mut self, n: usize, op: &Op) {
-        self.operation(n, op);
-        // Where computed NaNs come together with others whose bits count, they become the one NaN as they come.
-        if let Some(to) = op.to()
-            && self.facts.is_mixed(to)
-            && self.body.ty(to).is_float()
-            && !matches!(op, Op::Load { .. } | Op::Const { .. })
-            && !self.facts.keeps_bits(op)
-        {
-            self.get_canonical(to);
-            self.set(to);
-        }
-    }
-
     fn operation(&mut self, n: usize, op: &Op) {
         match op {
             // Where it is the only value, it is pushed where it is read.
@@ -683,48 +646,31 @@ impl Emitter<'_> {
                 self.get_held(*from);
                 self.set_held(*to);
             }
-            Op::Un { op, to, a, site } => self.unary(*op, *to, *a, *site),
-            Op::Bin { op, to, a, b, site } => {
-                self.division(*op, *a, *b, *site);
+            Op::Un { op, to, a, .. } => self.unary(*op, *to, *a),
+            Op::Bin { op, to, a, b, .. } => {
                 if let Some(instruction) = wide_binary(*op).filter(|_| self.is_wide(op.to())) {
                     self.get_held(*a);
                     self.get_held(*b);
                     self.put(instruction);
                     return self.set_held(*to);
                 }
-                match op {
-                    Bin::F32Copysign | Bin::F64Copysign => {
-                        self.get_observed(*a);
-                        self.get_observed(*b);
-                    }
-                    _ => {
-                        self.get(*a);
-                        self.get(*b);
-                    }
-                }
+                self.get(*a);
+                self.get(*b);
                 self.put(op.instruction());
                 self.set(*to);
             }
             Op::Math { op, to, operands } => self.math(*op, *to, operands),
             Op::Select { to, condition, a, b } => {
-                match self.facts.is_mixed(*to) {
-                    true => {
-                        self.get_observed(*a);
-                        self.get_observed(*b);
-                    }
-                    false => {
-                        self.get_held(*a);
-                        self.get_held(*b);
-                        self.get(*condition);
-                        self.put(Instruction::Select);
-                        return self.set_held(*to);
-                    }
-                }
+                self.get_held(*a);
+                self.get_held(*b);
                 self.get(*condition);
                 self.put(Instruction::Select);
+                self.set_held(*to);
+            }
+            Op::Id { id, to, axis } => {
+                self.push_id(*id, *axis);
                 self.set(*to);
             }
-            Op::Id { id, to, dimension } => self.id(*id, *to, *dimension),
             Op::Shared { to } => {
                 self.i32(SHARED_ADDRESS.cast_signed());
                 self.set(*to);
@@ -747,6 +693,22 @@ impl Emitter<'_> {
             Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
             Op::Fence => self.put(Instruction::AtomicFence),
             Op::Trap { kind, site } => self.trap(*kind, *site),
+            Op::TrapIf { test, kind, site } => {
+                self.set_site(*site);
+                self.push_test(*test);
+                self.trap_if(Class::Kind(*kind));
+            }
+            Op::Canonical { to, from } => {
+                let is_double = self.body.ty(*from) == Ty::F64;
+                let nan = if is_double { 0x7ff8_0000_0000_0000 } else { 0x7fc0_0000 };
+                self.constant(self.body.ty(*from), nan);
+                self.get(*from);
+                self.get(*from);
+                self.get(*from);
+                self.put(if is_double { Instruction::F64Ne } else { Instruction::F32Ne });
+                self.put(Instruction::Select);
+                self.set(*to);
+            }
             Op::Block { label } => self.begin(n, Instruction::Block(BlockType::Empty), *label),
             Op::Loop { label } => {
                 self.begin(n, Instruction::Loop(BlockType::Empty), *label);
@@ -794,69 +756,72 @@ impl Emitter<'_> {
         self.starts.insert(label.0, n);
     }
 
-    fn unary(&mut self, op: Un, to: Reg, a: Reg, site: Site) {
-        if let UnaryClass::Convert(least, high) = op.class() {
-            let is_wide = op.from() == Ty::F64;
-            let either = |wide: Instruction<'static>, narrow: Instruction<'static>| if is_wide { wide } else { narrow };
-            self.set_site(site);
-            self.get(a);
-            self.get(a);
-            self.put(either(Instruction::F64Ne, Instruction::F32Ne));
-            self.trap_if(Class::Kind(TrapKind::BadConversion));
-            let float = |value: f64| {
-                #[expect(clippy::cast_possible_truncation, reason = "a power of two, or next to one, as f32 has them")]
-                either(Instruction::F64Const(value.into()), Instruction::F32Const((value as f32).into()))
-            };
-            self.get(a);
-            match least {
-                crate::ir::Least::At(low) => {
-                    self.put(float(low));
-                    self.put(either(Instruction::F64Lt, Instruction::F32Lt));
-                }
-                crate::ir::Least::Above(low) => {
-                    self.put(float(low));
-                    self.put(either(Instruction::F64Le, Instruction::F32Le));
-                }
-            }
-            self.get(a);
-            self.put(float(high));
-            self.put(either(Instruction::F64Ge, Instruction::F32Ge));
-            self.put(Instruction::I32Or);
-            self.trap_if(Class::Kind(TrapKind::IntegerOverflow));
-        }
+    fn unary(&mut self, op: Un, to: Reg, a: Reg) {
         if let Some(instruction) = wide_unary(op).filter(|_| self.is_wide(op.to())) {
             self.get_held(a);
             self.put(instruction);
             return self.set_held(to);
         }
-        let is_seen = matches!(op, Un::I32ReinterpretF32 | Un::I64ReinterpretF64 | Un::F32Neg | Un::F64Neg);
-        match is_seen {
-            true => self.get_observed(a),
-            false => self.get(a),
-        }
+        self.get(a);
         self.put(op.instruction());
         self.set(to);
     }
 
-    /// Traps of integer division, before it.
-    fn division(&mut self, op: Bin, a: Reg, b: Reg, site: Site) {
-        let (is_wide, is_signed_division) = (op.from() == Ty::I64, op.class() == BinaryClass::DivideSigned);
-        if !is_signed_division && op.class() != BinaryClass::Divide {
-            return;
-        }
-        self.set_site(site);
-        self.get(b);
-        self.put(if is_wide { Instruction::I64Eqz } else { Instruction::I32Eqz });
-        self.trap_if(Class::Kind(TrapKind::DivideByZero));
-        if is_signed_division {
-            self.get(a);
-            self.put(if is_wide { Instruction::I64Const(i64::MIN) } else { Instruction::I32Const(i32::MIN) });
-            self.put(if is_wide { Instruction::I64Eq } else { Instruction::I32Eq });
-            self.get(b);
-            self.put(if is_wide { Instruction::I64Const(-1) } else { Instruction::I32Const(-1) });
-            self.put(if is_wide { Instruction::I64Eq } else { Instruction::I32Eq });
-            self.put(Instruction::I32And);
-            self.trap_if(Class::Kind(TrapKind::IntegerOverflow));
+    /// Pushes whether a test is true.
+    fn push_test(&mut self, test: Test) {
+        match test {
+            Test::IsZero(a) => {
+                self.get(a);
+                self.put(if self.body.ty(a) == Ty::I64 { Instruction::I64Eqz } else { Instruction::I32Eqz });
+            }
+            Test::Overflows(a, b) => {
+                let ty = self.body.ty(a);
+                let (lowest, equal) = match ty {
+                    Ty::I64 => (i64::MIN.cast_unsigned(), Instruction::I64Eq),
+                    Ty::I32 | Ty::F32 | Ty::F64 => (u64::from(i32::MIN.cast_unsigned()), Instruction::I32Eq),
+                };
+                for (reg, bits) in [(a, lowest), (b, u64::MAX)] {
+                    self.get(reg);
+                    self.constant(ty, bits);
+                    self.put(equal.clone());
+                }
+                self.put(Instruction::I32And);
+            }
+            Test::IsNan(a) => {
+                self.get(a);
+                self.get(a);
+                self.put(if self.body.ty(a) == Ty::F64 { Instruction::F64Ne } else { Instruction::F32Ne });
+            }
+            Test::IsOutside(a, least, below) => {
+                let is_double = self.body.ty(a) == Ty::F64;
+                let either =
+                    |wide: Instruction<'static>, narrow: Instruction<'static>| if is_double { wide } else { narrow };
+                let float = |value: f64| {
+                    #[expect(
+                        clippy::cast_possible_truncation,
+                        reason = "a power of two, or next to one, as f32 has them"
+                    )]
+                    either(Instruction::F64Const(value.into()), Instruction::F32Const((value as f32).into()))
+                };
+                let (low, is_below) = match least {
+                    Least::At(low) => (low, either(Instruction::F64Lt, Instruction::F32Lt)),
+                    Least::Above(low) => (low, either(Instruction::F64Le, Instruction::F32Le)),
+                };
+                self.get(a);
+                self.put(float(low));
+                self.put(is_below);
+                self.get(a);
+                self.put(float(below));
+                self.put(either(Instruction::F64Ge, Instruction::F32Ge));
+                self.put(Instruction::I32Or);
+            }
+            Test::IsUnaligned(base, offset, bytes) => {
+                self.get(base);
+                self.i32(offset.cast_signed());
+                self.put(Instruction::I32Add);
+                self.i32((bytes - 1).cast_signed());
+                self.put(Instruction::I32And);
+            }
         }
     }
 
@@ -872,47 +837,18 @@ impl Emitter<'_> {
                 });
                 return self.set_held(to);
             }
-            Math::SqrtF32 => return self.unary(Un::F32Sqrt, to, operands[0], Site(0)),
-            Math::SqrtF64 => return self.unary(Un::F64Sqrt, to, operands[0], Site(0)),
             Math::RsqrtF32 => {
                 self.put(Instruction::F32Const(1.0_f32.into()));
                 self.get(operands[0]);
                 self.put(Instruction::F32Sqrt);
                 self.put(Instruction::F32Div);
             }
-            Math::RsqrtF64 => {
-                self.put(Instruction::F64Const(1.0_f64.into()));
-                self.get(operands[0]);
-                self.put(Instruction::F64Sqrt);
-                self.put(Instruction::F64Div);
-            }
         }
         self.set(to);
     }
 
-    fn id(&mut self, id: Id, to: Reg, dimension: Reg) {
-        match self.facts.constant(dimension) {
-            Some(axis @ 0..=2) => self.push_id(id, usize::try_from(axis).unwrap_or(0)),
-            Some(_) => self.i32(nowhere(id)),
-            None => {
-                self.i32(nowhere(id));
-                self.set(to);
-                for axis in 0..3_usize {
-                    self.push_id(id, axis);
-                    self.get(to);
-                    self.get(dimension);
-                    self.i32(i32::try_from(axis).unwrap_or(0));
-                    self.put(Instruction::I32Eq);
-                    self.put(Instruction::Select);
-                    self.set(to);
-                }
-                return;
-            }
-        }
-        self.set(to);
-    }
-
-    fn push_id(&mut self, id: Id, axis: usize) {
+    fn push_id(&mut self, id: Id, axis: Axis) {
+        let axis = axis as usize;
         let Own { item, group, items, groups, base, .. } = &self.own;
         let (item, group, items, groups, base) = (item[axis], group[axis], items[axis], groups[axis], base[axis]);
         match id {
@@ -934,14 +870,14 @@ impl Emitter<'_> {
     }
 }
 
-fn lengths(body: &Body) -> HashMap<u32, i32> {
+fn lengths(legal: &Legal) -> HashMap<u32, i32> {
     let (mut open, mut lengths) = (HashMap::new(), HashMap::new());
-    for (n, op) in body.ops.iter().enumerate() {
+    for (n, op) in legal.body.ops.iter().enumerate() {
         match op.flow() {
             Flow::Open(label, Structure::Loop) => drop(open.insert(label.0, n)),
             Flow::Close(label) => {
                 if let Some(start) = open.remove(&label.0) {
-                    lengths.insert(label.0, i32::try_from(n - start).unwrap_or(FUEL).clamp(1, FUEL));
+                    lengths.insert(label.0, i32::try_from(legal.cost(start, n)).unwrap_or(FUEL).clamp(1, FUEL));
                 }
             }
             Flow::Open(_, Structure::Block | Structure::If)
@@ -983,12 +919,4 @@ fn wide_binary(op: Bin) -> Option<Instruction<'static>> {
 
 fn word(at: u32) -> MemArg {
     MemArg { offset: u64::from(at), align: 2, memory_index: OWN }
-}
-
-/// What there is in a dimension that there is not.
-fn nowhere(id: Id) -> i32 {
-    match id {
-        Id::Global | Id::Local | Id::Group => 0,
-        Id::LocalSize | Id::GlobalSize | Id::Groups => 1,
-    }
 }

@@ -3,34 +3,17 @@
 use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 
 use super::emit::{Class, Emitter};
-use super::{CALL, FIND, Plan};
-use crate::facts::Source;
-use crate::groups::Member;
-use crate::ir::{Access, Address, Body, Reg, Rmw, Site, TrapKind, Ty};
-use crate::lower::SHARED_ADDRESS;
-
-/// Offsets from this on may carry an address beyond the address space into a window. No window begins below it.
-const OFFSET_WRAPS: u32 = 1 << 16;
+use super::{CALL, Plan, find_number};
+use crate::ir::{Access, Address, Reg, Region, Rmw, Site, TrapKind, Ty};
+use crate::legalize::{Candidate, Legal, Lookup};
 
 /// The memories, by their numbers.
 pub(super) const WINDOWS: u32 = 0;
 pub(super) const OWN: u32 = 1;
 
-/// What `find` looks for, as bits: places that may be written, and those that no other work item sees.
-const WRITE: i32 = 1;
-const PRIVATE: i32 = 2;
-
 /// What `find` returns where there is nothing, and where it is constant. Otherwise the address, and above it which memory.
 const NOTHING: i64 = -1;
 const CONSTANT: i64 = -2;
-
-/// Memory that an access goes to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Region {
-    Window(u16),
-    Stack,
-    Shared,
-}
 
 /// What is done at an address.
 #[derive(Debug, Clone, Copy)]
@@ -57,100 +40,68 @@ impl What {
         matches!(self, What::AtomicLoad { .. } | What::AtomicStore { .. } | What::Atomic { .. })
     }
 
-    fn is_write(self) -> bool {
-        // As in PTX: an atomic of any kind is where writing is possible.
-        !matches!(self, What::Load { .. })
+    fn lookup(self) -> Lookup {
+        match self {
+            What::Load { .. } => Lookup::Read,
+            What::Store { .. } => Lookup::Write,
+            What::AtomicLoad { .. } | What::AtomicStore { .. } | What::Atomic { .. } => Lookup::Atomic,
+        }
     }
 }
 
 impl Emitter<'_> {
-    pub(super) fn region(&self, base: Reg) -> Option<Region> {
-        match self.facts.source(base)? {
-            Source::Param(n) => self.windows.get(usize::from(n)).copied().unwrap_or(false).then_some(Region::Window(n)),
-            Source::Stack => (self.body.stack_bytes > 0).then_some(Region::Stack),
-            Source::Shared => (self.body.shared_bytes > 0).then_some(Region::Shared),
-        }
-    }
-
     pub(super) fn access(&mut self, n: usize, what: What, at: Address, site: Site) {
-        let bytes = what.bytes();
-        if what.is_atomic() && !(self.facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes)) {
-            self.set_site(site);
-            self.get(at.base);
-            self.i32(at.offset.cast_signed());
-            self.put(Instruction::I32Add);
-            self.i32((bytes - 1).cast_signed());
-            self.put(Instruction::I32And);
-            self.trap_if(Class::Kind(TrapKind::UnalignedAtomic));
-        }
-        if let Some(member) = self.groups.members.get(&n).copied()
-            && let Some(region) = self.region(at.base)
-        {
+        if let Some(member) = self.legal.groups.members.get(&n).copied() {
             if member.is_first {
-                self.check_group(region, member, site);
+                self.offset(at.region, member.root, member.low);
+                self.check(at.region, member.reach, site);
             }
             let distance = member.low.wrapping_add(member.distance.cast_signed());
-            return self.inside(region, what, at, (member.root, distance));
+            return self.inside(what, at, (member.root, distance));
         }
-        match self.region(at.base) {
-            // Private memory has no atomics.
-            Some(Region::Stack) if what.is_atomic() => self.looked_up(what, at, site),
-            Some(region) => {
-                self.offset(region, at.base, at.offset.cast_signed());
-                if at.offset >= OFFSET_WRAPS {
-                    // Beyond the address space nothing is.
-                    self.local_set(self.own.offset);
-                    self.i32(-1);
-                    self.local_get(self.own.offset);
-                    self.get(at.base);
-                    self.i32((u32::MAX - at.offset).cast_signed());
-                    self.put(Instruction::I32GtU);
-                    self.put(Instruction::Select);
-                }
-                self.check(region, bytes, site);
-                self.inside(region, what, at, (at.base, at.offset.cast_signed()));
-            }
-            None => self.looked_up(what, at, site),
+        if at.region == Region::Any {
+            return self.looked_up(what, at, site);
         }
+        self.offset(at.region, at.base, at.offset.cast_signed());
+        if at.may_wrap() {
+            // Beyond the address space nothing is.
+            self.local_set(self.own.offset);
+            self.i32(-1);
+            self.local_get(self.own.offset);
+            self.get(at.base);
+            self.i32((u32::MAX - at.offset).cast_signed());
+            self.put(Instruction::I32GtU);
+            self.put(Instruction::Select);
+        }
+        self.check(at.region, what.bytes(), site);
+        self.inside(what, at, (at.base, at.offset.cast_signed()));
     }
 
     /// Pushes the offset in a region of a register and a number.
     fn offset(&mut self, region: Region, base: Reg, distance: i32) {
-        if let Region::Window(window) = region
-            && let Some(beyond) = self.facts.beyond(base, window)
-        {
-            // What was added to the window's address is the offset.
-            self.get(beyond);
-            if distance != 0 {
-                self.i32(distance);
-                self.put(Instruction::I32Add);
-            }
-            return;
-        }
-        self.get(base);
-        match region {
-            Region::Window(window) => {
+        let start = match region {
+            Region::Window(window) | Region::SmallWindow(window) => {
+                let beyond = self.facts.beyond(base, window);
+                // What was added to the window's address is the offset.
+                self.get(beyond.unwrap_or(base));
                 if distance != 0 {
                     self.i32(distance);
                     self.put(Instruction::I32Add);
                 }
-                self.get(self.body.params[usize::from(window)]);
-                self.put(Instruction::I32Sub);
+                if beyond.is_none() {
+                    self.get(self.body.params[usize::from(window)]);
+                    self.put(Instruction::I32Sub);
+                }
+                return;
             }
-            Region::Stack | Region::Shared => {
-                let start = match region {
-                    Region::Stack => self.body.stack_top - self.body.stack_bytes,
-                    _ => SHARED_ADDRESS,
-                };
-                self.i32(distance.wrapping_sub(start.cast_signed()));
-                self.put(Instruction::I32Add);
-            }
-        }
-    }
-
-    fn check_group(&mut self, region: Region, member: Member, site: Site) {
-        self.offset(region, member.root, member.low);
-        self.check(region, member.reach, site);
+            Region::Stack => self.legal.extent(Candidate::Stack).0,
+            Region::Shared => self.legal.extent(Candidate::Shared).0,
+            // Has no offset: it is looked up.
+            Region::Any => 0,
+        };
+        self.get(base);
+        self.i32(distance.wrapping_sub(start.cast_signed()));
+        self.put(Instruction::I32Add);
     }
 
     /// Takes an offset and traps unless so many bytes from there on are inside.
@@ -158,14 +109,14 @@ impl Emitter<'_> {
         self.local_tee(self.own.offset);
         self.set_site(site);
         match region {
-            Region::Window(window) => {
+            Region::Window(window) | Region::SmallWindow(window) => {
                 self.put(Instruction::I64ExtendI32U);
                 let limit = self.limit(window, bytes);
                 self.local_get(limit);
                 // A window that is too small has a negative limit.
                 self.put(Instruction::I64GtS);
             }
-            Region::Stack | Region::Shared => {
+            Region::Stack | Region::Shared | Region::Any => {
                 let size = if region == Region::Stack { self.body.stack_bytes } else { self.body.shared_bytes };
                 match size.checked_sub(bytes) {
                     Some(limit) => {
@@ -183,15 +134,18 @@ impl Emitter<'_> {
     }
 
     /// An access that was checked.
-    fn inside(&mut self, region: Region, what: What, at: Address, (root, distance): (Reg, i32)) {
+    fn inside(&mut self, what: What, at: Address, (root, distance): (Reg, i32)) {
+        let region = at.region;
         match region {
-            Region::Window(_) => self.perform(what, WINDOWS, at.offset, |emitter| emitter.get(at.base)),
+            Region::Window(_) | Region::SmallWindow(_) => {
+                self.perform(what, WINDOWS, at.offset, |emitter| emitter.get(at.base))
+            }
             Region::Stack => self.perform(what, OWN, 0, |emitter| {
                 emitter.offset(region, root, distance);
                 emitter.local_get(emitter.own.stack);
                 emitter.put(Instruction::I32Add);
             }),
-            Region::Shared => {
+            Region::Shared | Region::Any => {
                 self.perform(what, OWN, self.shared, |emitter| emitter.offset(region, root, distance));
             }
         }
@@ -199,18 +153,20 @@ impl Emitter<'_> {
 
     /// An access by an address that may be of any region.
     fn looked_up(&mut self, what: What, at: Address, site: Site) {
-        let mode = if what.is_write() { WRITE } else { 0 } | if what.is_atomic() { 0 } else { PRIVATE };
+        let lookup = what.lookup();
         self.set_site(site);
         self.get(at.base);
         self.put(Instruction::I64ExtendI32U);
         self.put(Instruction::I64Const(i64::from(at.offset)));
         self.put(Instruction::I64Add);
         self.put(Instruction::I64Const(i64::from(what.bytes())));
-        self.call_find(mode);
-        self.local_get(self.own.found);
-        self.put(Instruction::I64Const(CONSTANT));
-        self.put(Instruction::I64Eq);
-        self.trap_if(Class::Kind(TrapKind::WriteToConstant));
+        self.call_find(lookup);
+        if self.legal.may_write_data(lookup) {
+            self.local_get(self.own.found);
+            self.put(Instruction::I64Const(CONSTANT));
+            self.put(Instruction::I64Eq);
+            self.trap_if(Class::Kind(TrapKind::WriteToConstant));
+        }
         self.trap_if_nothing();
         self.local_get(self.own.found);
         self.put(Instruction::I64Const(32));
@@ -228,10 +184,9 @@ impl Emitter<'_> {
         self.put(Instruction::I32WrapI64);
     }
 
-    fn call_find(&mut self, mode: i32) {
-        self.i32(mode);
+    fn call_find(&mut self, lookup: Lookup) {
         self.local_get(self.own.stack);
-        self.put(Instruction::Call(FIND));
+        self.put(Instruction::Call(find_number(lookup)));
         self.local_set(self.own.found);
     }
 
@@ -250,7 +205,7 @@ impl Emitter<'_> {
         self.put(Instruction::I64ExtendI32U);
         self.get(count);
         self.put(Instruction::I64ExtendI32U);
-        self.call_find(if is_write { WRITE | PRIVATE } else { PRIVATE });
+        self.call_find(if is_write { Lookup::Write } else { Lookup::Read });
         self.trap_if_nothing();
         self.close();
     }
@@ -264,7 +219,7 @@ impl Emitter<'_> {
                 self.load_to(to, access, at);
             }
             What::Store { value, access } => {
-                self.get_observed(value);
+                self.get(value);
                 self.put(store(self.body.ty(value), access, at));
             }
             What::AtomicLoad { to, access } => {
@@ -339,88 +294,65 @@ pub(super) fn store(ty: Ty, access: Access, at: MemArg) -> Instruction<'static> 
     }
 }
 
-/// `find(address, bytes, mode, stack)`: where so many bytes from an address on are, looked up among all regions.
-pub(super) fn find(body: &Body, windows: &[bool], plan: &Plan) -> Function {
-    let (address, bytes, mode, stack, offset) = (0, 1, 2, 3, 4);
+/// `find(address, bytes, stack)`: where so many bytes from an address on are, looked up among all regions.
+pub(super) fn find(legal: &Legal, lookup: Lookup, plan: &Plan) -> Function {
+    let (address, bytes, stack, offset) = (0, 1, 2, 3);
     let mut function = Function::new([(1, ValType::I64)]);
     let mut put = |instruction: Instruction<'static>| {
         function.instruction(&instruction);
     };
-    // If `condition` was pushed: returns what `result` pushes.
-    let size = |bytes: usize| i64::try_from(bytes).unwrap_or(i64::MAX);
     let word = |at: u32| MemArg { offset: u64::from(at), align: 2, memory_index: OWN };
-    let is_inside = |put: &mut dyn FnMut(Instruction<'static>), size: &[Instruction<'static>]| {
-        for instruction in [
-            vec![Instruction::LocalTee(offset)],
-            size.to_vec(),
-            vec![Instruction::I64LtU, Instruction::LocalGet(offset), Instruction::LocalGet(bytes), Instruction::I64Add],
-            size.to_vec(),
-            vec![Instruction::I64LeU, Instruction::I32And],
-        ]
-        .into_iter()
-        .flatten()
-        {
-            put(instruction);
-        }
-    };
-    for (n, _) in windows.iter().enumerate().filter(|(_, is_window)| **is_window) {
-        let at = CALL.params + CALL.param_bytes * u32::try_from(n).unwrap_or(0);
+    let number = |n: u32| vec![Instruction::I64Const(i64::from(n))];
+    for candidate in legal.candidates(lookup) {
+        // Where it starts in the kernel's addresses, its size, and where it is in the thread's own memory.
+        let (start, size) = legal.extent(candidate);
+        let (start, size, at) = match candidate {
+            Candidate::Window(n) => {
+                let at = CALL.params + CALL.param_bytes * u32::from(n);
+                let load = |at: u32| vec![Instruction::I32Const(0), Instruction::I64Load32U(word(at))];
+                (load(at), load(at + 4), None)
+            }
+            Candidate::Shared => (number(start), number(size), Some(number(plan.shared))),
+            Candidate::Data => (number(start), number(size), Some(number(plan.data))),
+            Candidate::Stack => {
+                let at = vec![Instruction::LocalGet(stack), Instruction::I64ExtendI32U];
+                (number(start), number(size), Some(at))
+            }
+        };
         put(Instruction::LocalGet(address));
-        put(Instruction::I32Const(0));
-        put(Instruction::I64Load32U(word(at)));
+        start.into_iter().for_each(&mut put);
         put(Instruction::I64Sub);
-        is_inside(&mut put, &[Instruction::I32Const(0), Instruction::I64Load32U(word(at + 4))]);
+        put(Instruction::LocalTee(offset));
+        size.iter().cloned().for_each(&mut put);
+        put(Instruction::I64LtU);
+        put(Instruction::LocalGet(offset));
+        put(Instruction::LocalGet(bytes));
+        put(Instruction::I64Add);
+        size.into_iter().for_each(&mut put);
+        put(Instruction::I64LeU);
+        put(Instruction::I32And);
         put(Instruction::If(BlockType::Empty));
-        put(Instruction::LocalGet(address));
+        match at {
+            // A window is at the kernel's own address of it.
+            None => put(Instruction::LocalGet(address)),
+            Some(at) => {
+                at.into_iter().for_each(&mut put);
+                put(Instruction::LocalGet(offset));
+                put(Instruction::I64Add);
+                put(Instruction::I64Const(1 << 32));
+                put(Instruction::I64Or);
+            }
+        }
         put(Instruction::Return);
         put(Instruction::End);
     }
-    // Fixed regions: where they begin in the kernel's addresses, their size, where they are, and the mode they need.
-    let constant = |n: u32| vec![Instruction::I64Const(i64::from(n))];
-    let mut regions = Vec::new();
-    if body.shared_bytes > 0 {
-        regions.push((SHARED_ADDRESS, i64::from(body.shared_bytes), constant(plan.shared), 0));
-    }
-    if body.stack_bytes > 0 {
-        let at = vec![Instruction::LocalGet(stack), Instruction::I64ExtendI32U];
-        regions.push((body.stack_top - body.stack_bytes, i64::from(body.stack_bytes), at, PRIVATE));
-    }
-    if !body.data.is_empty() {
-        regions.push((body.data_address, size(body.data.len()), constant(plan.data), PRIVATE | WRITE));
-    }
-    for (start, size, at, needs) in regions {
+    if legal.may_write_data(lookup) {
+        let (start, size) = legal.extent(Candidate::Data);
         put(Instruction::LocalGet(address));
         put(Instruction::I64Const(i64::from(start)));
         put(Instruction::I64Sub);
-        is_inside(&mut put, &[Instruction::I64Const(size)]);
-        if needs & PRIVATE != 0 {
-            // Constant data may be read; the stack may be both.
-            put(Instruction::LocalGet(mode));
-            put(Instruction::I32Const(needs));
-            put(Instruction::I32And);
-            put(Instruction::I32Const(PRIVATE));
-            put(Instruction::I32Eq);
-            put(Instruction::I32And);
-        }
-        put(Instruction::If(BlockType::Empty));
-        at.into_iter().for_each(&mut put);
-        put(Instruction::LocalGet(offset));
-        put(Instruction::I64Add);
-        put(Instruction::I64Const(1 << 32));
-        put(Instruction::I64Or);
-        put(Instruction::Return);
-        put(Instruction::End);
-    }
-    if !body.data.is_empty() {
-        put(Instruction::LocalGet(address));
-        put(Instruction::I64Const(i64::from(body.data_address)));
-        put(Instruction::I64Sub);
-        put(Instruction::I64Const(size(body.data.len())));
+        put(Instruction::I64Const(i64::from(size)));
         put(Instruction::I64LtU);
-        put(Instruction::LocalGet(mode));
-        put(Instruction::I32Const(WRITE));
-        put(Instruction::I32And);
-        put(Instruction::I32And);
         put(Instruction::If(BlockType::Empty));
         put(Instruction::I64Const(CONSTANT));
         put(Instruction::Return);

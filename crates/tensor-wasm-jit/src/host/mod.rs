@@ -20,11 +20,10 @@ use wasm_encoder::{
     FunctionSection, ImportSection, MemorySection, MemoryType, Module, TypeSection, ValType,
 };
 
-use crate::facts::Facts;
 use crate::image::Param;
-use crate::ir::{Body, Op, Ty};
-use crate::lower::SHARED_ADDRESS;
-use crate::refusal::{Place, Refusal};
+use crate::ir::{Body, Op, SHARED_ADDRESS, Ty};
+use crate::legalize::{Legal, Lookup};
+use crate::refusal::{Refusal, SourceLocation};
 
 /// Where a thread's own memory has what it is called with. All numbers are little-endian.
 #[derive(Debug, Clone, Copy)]
@@ -82,7 +81,7 @@ pub struct HostImage {
     pub name: String,
     pub wasm: Vec<u8>,
     pub layout: HostLayout,
-    pub sites: Vec<Place>,
+    pub sites: Vec<SourceLocation>,
 }
 
 impl HostLayout {
@@ -164,13 +163,13 @@ impl Plan {
     }
 }
 
-pub(crate) fn emit(body: &Body, windows: &[bool]) -> Result<HostImage, Refusal> {
-    let facts = Facts::of(body, windows);
+pub(crate) fn emit(legal: &Legal) -> Result<HostImage, Refusal> {
+    let Legal { body, windows, .. } = legal;
     let plan = Plan::of(body);
-    let (run, context_bytes) = emit::run(body, &facts, windows, &plan);
+    let (run, context_bytes) = emit::run(legal, &plan);
     if run.byte_len() > FUNCTION_BYTES_MAX {
-        let place = Place { function: body.name.clone(), offset: 0 };
-        return Err(Refusal::TooLong { ops_max: crate::lower::OPS_MAX, place });
+        let place = SourceLocation { function: body.name.clone(), offset: None };
+        return Err(Refusal::TooLong { ops_max: crate::assemble::OPS_MAX, place });
     }
     let param = |(reg, is_window): (&crate::ir::Reg, &bool)| match is_window {
         true => Param::Window,
@@ -186,36 +185,51 @@ pub(crate) fn emit(body: &Body, windows: &[bool]) -> Result<HostImage, Refusal> 
         windows_from: body.windows_from(),
         windows_to: SHARED_ADDRESS,
     };
-    let wasm = assemble(body, &plan, &layout, run, &memory::find(body, windows, &plan));
+    let finds = Lookup::ALL.map(|lookup| memory::find(legal, lookup, &plan));
+    let wasm = assemble(body, &plan, &layout, &run, &finds);
     Ok(HostImage { name: body.name.clone(), wasm, layout, sites: body.sites.clone() })
 }
 
 /// The functions, by their numbers. `poll` is imported: it returns 0, or the kind of trap that the launch is to end with.
 const POLL: u32 = 0;
 const RUN: u32 = 1;
-const FIND: u32 = 2;
+
+/// The function that looks an address up.
+fn find_number(lookup: Lookup) -> u32 {
+    match lookup {
+        Lookup::Read => 2,
+        Lookup::Write => 3,
+        Lookup::Atomic => 4,
+    }
+}
 
 /// Engines refuse functions that are longer than this.
 const FUNCTION_BYTES_MAX: usize = 7 << 20;
 
-fn assemble(body: &Body, plan: &Plan, layout: &HostLayout, run: Function, find: &Function) -> Vec<u8> {
+fn assemble(body: &Body, plan: &Plan, layout: &HostLayout, run: &Function, finds: &[Function]) -> Vec<u8> {
     let mut types = TypeSection::new();
     types.ty().function([], [ValType::I32]);
-    types.ty().function([ValType::I64, ValType::I64, ValType::I32, ValType::I32], [ValType::I64]);
+    types.ty().function([ValType::I64, ValType::I64, ValType::I32], [ValType::I64]);
     let mut imports = ImportSection::new();
     let windows =
         MemoryType { minimum: 1, maximum: Some(1 << 16), memory64: false, shared: true, page_size_log2: None };
     imports.import("host", "windows", EntityType::Memory(windows));
     imports.import("host", "poll", EntityType::Function(0));
     let mut functions = FunctionSection::new();
-    functions.function(0).function(1);
+    functions.function(0);
+    for _ in finds {
+        functions.function(1);
+    }
     let mut memories = MemorySection::new();
     let minimum = u64::from(plan.fixed_bytes).div_ceil(1 << 16).max(1);
     memories.memory(MemoryType { minimum, maximum: None, memory64: false, shared: false, page_size_log2: None });
     let mut exports = ExportSection::new();
     exports.export("run", ExportKind::Func, RUN).export("own", ExportKind::Memory, 1);
     let mut code = CodeSection::new();
-    code.function(&run).function(find);
+    code.function(run);
+    for find in finds {
+        code.function(find);
+    }
     let mut module = Module::new();
     module.section(&types).section(&imports).section(&functions).section(&memories).section(&exports).section(&code);
     if !body.data.is_empty() {

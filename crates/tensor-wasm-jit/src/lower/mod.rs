@@ -6,26 +6,17 @@
 //! each of them is moved into one. So a register holds one thing, however compilers share locals between several.
 
 mod calls;
-mod math;
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
 use wasmparser::{BlockType, FuncType, Operator};
 
+use crate::assemble::{Assembler, Jump, Known, OPS_MAX};
 use crate::instructions::{atomic_load, atomic_store, instruction_name, load, read_modify_write, store};
 use crate::ir::{Access, Address, Bin, Body, Label, Op, Reg, Rmw, Site, TrapKind, Ty, Un, low_half};
 use crate::profile::Program;
-use crate::refusal::{Place, Refusal};
-
-/// Operations of one kernel, with everything it calls. NVIDIA's assembler takes ten to twenty seconds for as many.
-pub const OPS_MAX: usize = 100_000;
-
-/// Shared memory a group may have: what every supported device gives without being asked for more.
-pub const SHARED_BYTES_MAX: u32 = 48 << 10;
-
-/// Where the group's shared memory begins, in the kernel's address space. Windows end below it.
-pub const SHARED_ADDRESS: u32 = 0xf000_0000;
+use crate::refusal::{Refusal, SourceLocation};
 
 /// A stack whose depth cannot be told gets this much beyond what can.
 const STACK_BYTES_UNKNOWN: u32 = 4 << 10;
@@ -52,16 +43,16 @@ pub(crate) fn lower(program: &Program<'_>, kernel: &str) -> Result<Body, Refusal
     let (function, params) = program.kernel(kernel)?;
     let mut lower = Lower::new(program);
     lower.make_globals();
-    let params: Vec<Reg> = params.into_iter().map(|ty| lower.register(ty)).collect();
+    let params: Vec<Reg> = params.into_iter().map(|ty| lower.asm.register(ty)).collect();
     lower.inline(function, &params, 0)?;
-    lower.push(Op::Return);
+    lower.asm.push(Op::Return);
     let stack_pointer = program.globals.iter().position(|global| global.is_stack_pointer);
     let stack_top = stack_pointer.map_or(0, |at| low_half(program.globals[at].bits) & !15);
     let used = lower.stack.depth_max + if lower.stack.is_unknown { STACK_BYTES_UNKNOWN } else { 0 };
     let stack_bytes = used.next_multiple_of(16).min(STACK_BYTES_MAX).min(stack_top);
     let (data_address, data) = constant_data(program);
     let stack_pointer = stack_pointer.map(|at| lower.globals[at]);
-    Ok(Body { stack_top, stack_bytes, stack_pointer, data, data_address, ..lower.body(kernel, params) })
+    Ok(Body { stack_top, stack_bytes, stack_pointer, data, data_address, ..lower.asm.body(kernel, params) })
 }
 
 /// Where `lower_call` puts what, in the window that is its first parameter.
@@ -73,31 +64,31 @@ pub(crate) const CALL_GLOBALS_AT: u32 = 512;
 pub(crate) fn lower_call(program: &Program<'_>, name: &str) -> Result<Body, Refusal> {
     let (function, ty) = program.exported(name)?;
     let mut lower = Lower::new(program);
-    let (results_at, memory) = (lower.register(Ty::I32), lower.register(Ty::I32));
+    let (results_at, memory) = (lower.asm.register(Ty::I32), lower.asm.register(Ty::I32));
     let mut params = vec![results_at, memory];
     let not_number = || Refusal::NotAKernel { name: name.to_owned(), why: "a parameter is not a number".to_owned() };
     for ty in ty.params() {
-        params.push(lower.register(Ty::of(*ty).ok_or_else(not_number)?));
+        params.push(lower.asm.register(Ty::of(*ty).ok_or_else(not_number)?));
     }
     lower.make_globals();
-    lower.sites.push(Place { function: name.to_owned(), offset: 0 });
+    lower.asm.sites.push(SourceLocation { function: name.to_owned(), offset: None });
     let whole = |ty: Ty| Access { bytes: ty.bytes(), is_signed: false };
-    let at = |from: u32, n: usize| Address { base: results_at, offset: from + 8 * u32::try_from(n).unwrap_or(0) };
+    let at = |from: u32, n: usize| Address::new(results_at, from + 8 * u32::try_from(n).unwrap_or(0));
     for (n, global) in program.globals.iter().enumerate() {
         let to = lower.globals[n];
-        lower.push(Op::Load { to, access: whole(global.ty), at: at(CALL_GLOBALS_AT, n), site: Site(0) });
+        lower.asm.push(Op::Load { to, access: whole(global.ty), at: at(CALL_GLOBALS_AT, n), site: Site(0) });
     }
     let results = lower.inline(function, &params[2..], 0)?;
     for (n, value) in results.into_iter().enumerate() {
-        let access = whole(lower.types[value.0 as usize]);
-        lower.push(Op::Store { access, at: at(CALL_RESULTS_AT, n), value, site: Site(0) });
+        let access = whole(lower.asm.types[value.0 as usize]);
+        lower.asm.push(Op::Store { access, at: at(CALL_RESULTS_AT, n), value, site: Site(0) });
     }
     for (n, global) in program.globals.iter().enumerate() {
         let value = lower.globals[n];
-        lower.push(Op::Store { access: whole(global.ty), at: at(CALL_GLOBALS_AT, n), value, site: Site(0) });
+        lower.asm.push(Op::Store { access: whole(global.ty), at: at(CALL_GLOBALS_AT, n), value, site: Site(0) });
     }
-    lower.push(Op::Return);
-    Ok(lower.body(name, params))
+    lower.asm.push(Op::Return);
+    Ok(lower.asm.body(name, params))
 }
 
 impl<'p, 'a> Lower<'p, 'a> {
@@ -105,43 +96,20 @@ impl<'p, 'a> Lower<'p, 'a> {
         Lower {
             assigned: HashMap::new(),
             program,
-            ops: Vec::new(),
-            types: Vec::new(),
-            sites: Vec::new(),
+            asm: Assembler::default(),
             globals: Vec::new(),
             calls: Vec::new(),
-            labels: 0,
-            shared_bytes: 0,
-            barriers: 0,
             read: 0,
             stack: Stack::default(),
-            known: Vec::new(),
         }
     }
 
     fn make_globals(&mut self) {
         for global in &self.program.globals {
-            let from = self.constant(global.ty, global.bits);
-            let to = self.register(global.ty);
-            self.push(Op::Move { to, from });
+            let from = self.asm.constant(global.ty, global.bits);
+            let to = self.asm.register(global.ty);
+            self.asm.push(Op::Move { to, from });
             self.globals.push(to);
-        }
-    }
-
-    /// What was made, without a stack and without data.
-    fn body(&mut self, name: &str, params: Vec<Reg>) -> Body {
-        Body {
-            name: name.to_owned(),
-            params,
-            types: std::mem::take(&mut self.types),
-            ops: std::mem::take(&mut self.ops),
-            sites: std::mem::take(&mut self.sites),
-            shared_bytes: self.shared_bytes,
-            stack_top: 0,
-            stack_bytes: 0,
-            stack_pointer: None,
-            data: Vec::new(),
-            data_address: 0,
         }
     }
 }
@@ -171,29 +139,14 @@ struct Stack {
     is_unknown: bool,
 }
 
-/// What is known about the value of a register that is assigned once.
-#[derive(Clone, Copy, PartialEq)]
-enum Known {
-    Nothing,
-    Constant(u64),
-    /// The stack pointer as it was at first, less this.
-    Stack(u32),
-}
-
 struct Lower<'p, 'a> {
     program: &'p Program<'a>,
-    ops: Vec<Op>,
-    types: Vec<Ty>,
-    sites: Vec<Place>,
+    asm: Assembler,
     globals: Vec<Reg>,
     calls: Vec<u32>,
-    labels: u32,
-    shared_bytes: u32,
-    barriers: usize,
     /// Instructions that were read, each time they were.
     read: usize,
     stack: Stack,
-    known: Vec<Known>,
     /// For each function that was read: the locals that each of its blocks assigns, in the order of their beginnings.
     assigned: HashMap<u32, Rc<Vec<Vec<u32>>>>,
 }
@@ -236,50 +189,21 @@ enum BlockKind {
 }
 
 impl<'a> Lower<'_, 'a> {
-    fn register(&mut self, ty: Ty) -> Reg {
-        self.types.push(ty);
-        self.known.push(Known::Nothing);
-        Reg(u32::try_from(self.types.len() - 1).unwrap_or(u32::MAX))
-    }
-
-    fn constant(&mut self, ty: Ty, bits: u64) -> Reg {
-        let to = self.register(ty);
-        self.known[to.0 as usize] = Known::Constant(bits);
-        self.push(Op::Const { to, bits });
-        to
-    }
-
-    fn push(&mut self, op: Op) {
-        self.ops.push(op);
-    }
-
-    fn known(&self, reg: Reg) -> Known {
-        self.known[reg.0 as usize]
-    }
-
-    fn label(&mut self) -> Label {
-        self.labels += 1;
-        Label(self.labels)
-    }
-
-    fn place(&self, frame: &Frame) -> Place {
-        Place { function: self.program.name(frame.function), offset: frame.offset }
+    fn place(&self, frame: &Frame) -> SourceLocation {
+        SourceLocation { function: self.program.name(frame.function), offset: Some(frame.offset) }
     }
 
     fn site(&mut self, frame: &Frame) -> Site {
         let place = self.place(frame);
-        if self.sites.last() != Some(&place) {
-            self.sites.push(place);
-        }
-        Site(u32::try_from(self.sites.len() - 1).unwrap_or(u32::MAX))
+        self.asm.site(place)
     }
 
     /// Puts a function here. Returns the registers of its results.
     fn inline(&mut self, function: u32, arguments: &[Reg], call_offset: usize) -> Result<Vec<Reg>, Refusal> {
         let program = self.program;
-        let here = |program: &Program<'_>, caller: Option<&u32>| Place {
+        let here = |program: &Program<'_>, caller: Option<&u32>| SourceLocation {
             function: program.name(caller.copied().unwrap_or(function)),
-            offset: call_offset,
+            offset: Some(call_offset),
         };
         if self.calls.contains(&function) || self.calls.len() >= CALL_DEPTH_MAX {
             let names: Vec<String> = self
@@ -298,14 +222,14 @@ impl<'a> Lower<'_, 'a> {
         self.calls.push(function);
         let refuse = |instruction: &str| Refusal::Instruction {
             instruction: instruction.to_owned(),
-            place: Place { function: program.name(function), offset: code.body.range().start },
+            place: SourceLocation { function: program.name(function), offset: Some(code.body.range().start) },
         };
         let mut locals = arguments.to_vec();
         let read = |error: wasmparser::BinaryReaderError| Refusal::NotWasm { why: error.to_string() };
         for group in code.body.get_locals_reader().map_err(read)? {
             let (count, ty) = group.map_err(read)?;
             let ty = Ty::of(ty).ok_or_else(|| refuse("a local that is not a number"))?;
-            let zero = self.constant(ty, 0);
+            let zero = self.asm.constant(ty, 0);
             if locals.len() + count as usize > LOCALS_MAX {
                 return Err(refuse(&format!("more than {LOCALS_MAX} locals")));
             }
@@ -314,7 +238,7 @@ impl<'a> Lower<'_, 'a> {
         let mut results = Vec::new();
         for ty in ty.results() {
             let ty = Ty::of(*ty).ok_or_else(|| refuse("a result that is not a number"))?;
-            results.push(self.register(ty));
+            results.push(self.asm.register(ty));
         }
         let assigned = match self.assigned.get(&function) {
             Some(known) => known.clone(),
@@ -324,8 +248,8 @@ impl<'a> Lower<'_, 'a> {
                 found
             }
         };
-        let label = self.label();
-        self.push(Op::Block { label });
+        let label = self.asm.label();
+        self.asm.push(Op::Block { label });
         let outer = Block {
             label,
             kind: BlockKind::Block,
@@ -361,14 +285,17 @@ impl<'a> Lower<'_, 'a> {
     }
 
     fn check_length(&self, function: u32, offset: usize) -> Result<(), Refusal> {
-        match self.ops.len() > OPS_MAX || self.types.len() > 4 * OPS_MAX || self.read > READ_MAX {
+        match self.asm.is_too_long() || self.read > READ_MAX {
             true => Err(self.too_long(function, offset)),
             false => Ok(()),
         }
     }
 
     fn too_long(&self, function: u32, offset: usize) -> Refusal {
-        Refusal::TooLong { ops_max: OPS_MAX, place: Place { function: self.program.name(function), offset } }
+        Refusal::TooLong {
+            ops_max: OPS_MAX,
+            place: SourceLocation { function: self.program.name(function), offset: Some(offset) },
+        }
     }
 
     fn instruction(&mut self, frame: &mut Frame, operator: &Operator<'a>) -> Result<(), Refusal> {
@@ -389,23 +316,23 @@ impl<'a> Lower<'_, 'a> {
     fn plain(&mut self, frame: &mut Frame, operator: &Operator<'a>) -> Result<(), Refusal> {
         if let Some(op) = Un::of(operator) {
             let a = frame.pop();
-            let (to, site) = (self.register(op.to()), self.site(frame));
-            self.push(Op::Un { op, to, a, site });
+            let (to, site) = (self.asm.register(op.to()), self.site(frame));
+            self.asm.push(Op::Un { op, to, a, site });
             frame.operands.push(to);
             return Ok(());
         }
         if let Some(op) = Bin::of(operator) {
             let (b, a) = (frame.pop(), frame.pop());
-            let (to, site) = (self.register(op.to()), self.site(frame));
-            self.known[to.0 as usize] = self.fold(op, a, b);
-            self.push(Op::Bin { op, to, a, b, site });
+            let (to, site) = (self.asm.register(op.to()), self.site(frame));
+            self.asm.known[to.0 as usize] = self.fold(op, a, b);
+            self.asm.push(Op::Bin { op, to, a, b, site });
             frame.operands.push(to);
             return Ok(());
         }
         if let Some((to, access, memarg)) = load(operator) {
             let at = self.address(frame, memarg)?;
-            let (to, site) = (self.register(to), self.site(frame));
-            self.push(Op::Load { to, access, at, site });
+            let (to, site) = (self.asm.register(to), self.site(frame));
+            self.asm.push(Op::Load { to, access, at, site });
             frame.operands.push(to);
             return Ok(());
         }
@@ -413,7 +340,7 @@ impl<'a> Lower<'_, 'a> {
             let value = frame.pop();
             let at = self.address(frame, memarg)?;
             let site = self.site(frame);
-            self.push(Op::Store { access, at, value, site });
+            self.asm.push(Op::Store { access, at, value, site });
             return Ok(());
         }
         if self.atomic(frame, operator)? {
@@ -423,7 +350,7 @@ impl<'a> Lower<'_, 'a> {
             Operator::Nop => {}
             Operator::Unreachable => {
                 let site = self.site(frame);
-                self.push(Op::Trap { kind: TrapKind::Unreachable, site });
+                self.asm.push(Op::Trap { kind: TrapKind::Unreachable, site });
                 frame.die();
             }
             Operator::Drop => {
@@ -431,8 +358,8 @@ impl<'a> Lower<'_, 'a> {
             }
             Operator::Select | Operator::TypedSelect { .. } => {
                 let (condition, b, a) = (frame.pop(), frame.pop(), frame.pop());
-                let to = self.register(self.types[a.0 as usize]);
-                self.push(Op::Select { to, condition, a, b });
+                let to = self.asm.register(self.asm.types[a.0 as usize]);
+                self.asm.push(Op::Select { to, condition, a, b });
                 frame.operands.push(to);
             }
             Operator::I32Const { value } => self.push_constant(frame, Ty::I32, u64::from(value.cast_unsigned())),
@@ -450,11 +377,11 @@ impl<'a> Lower<'_, 'a> {
             }
             Operator::GlobalGet { global_index } => {
                 let from = self.globals[*global_index as usize];
-                let to = self.register(self.types[from.0 as usize]);
+                let to = self.asm.register(self.asm.types[from.0 as usize]);
                 if self.program.globals[*global_index as usize].is_stack_pointer {
-                    self.known[to.0 as usize] = Known::Stack(self.stack.depth);
+                    self.asm.known[to.0 as usize] = Known::Stack(self.stack.depth);
                 }
-                self.push(Op::Move { to, from });
+                self.asm.push(Op::Move { to, from });
                 frame.operands.push(to);
             }
             Operator::GlobalSet { global_index } => {
@@ -462,13 +389,18 @@ impl<'a> Lower<'_, 'a> {
                 if self.program.globals[*global_index as usize].is_stack_pointer {
                     self.set_stack(from);
                 }
-                self.push(Op::Move { to, from });
+                self.asm.push(Op::Move { to, from });
             }
             Operator::Br { relative_depth } => {
-                self.branch(frame, *relative_depth);
+                let jump = self.jump(frame, *relative_depth);
+                self.asm.jump(&jump);
                 frame.die();
             }
-            Operator::BrIf { relative_depth } => self.branch_if(frame, *relative_depth),
+            Operator::BrIf { relative_depth } => {
+                let condition = frame.pop();
+                let jump = self.jump(frame, *relative_depth);
+                self.asm.jump_if(condition, &jump);
+            }
             Operator::BrTable { targets } => {
                 let read = |error: wasmparser::BinaryReaderError| Refusal::NotWasm { why: error.to_string() };
                 let mut depths = Vec::new();
@@ -481,7 +413,8 @@ impl<'a> Lower<'_, 'a> {
             }
             Operator::Return => {
                 let outermost = u32::try_from(frame.blocks.len() - 1).unwrap_or(0);
-                self.branch(frame, outermost);
+                let jump = self.jump(frame, outermost);
+                self.asm.jump(&jump);
                 frame.die();
             }
             Operator::Call { function_index } => self.call(frame, *function_index)?,
@@ -490,8 +423,16 @@ impl<'a> Lower<'_, 'a> {
                 let pages = self.program.memory_bytes >> 16;
                 self.push_constant(frame, Ty::I32, pages);
             }
-            Operator::MemoryFill { .. } => self.memory_fill(frame),
-            Operator::MemoryCopy { .. } => self.memory_copy(frame),
+            Operator::MemoryFill { .. } => {
+                let (count, value, to) = (frame.pop(), frame.pop(), frame.pop());
+                let site = self.site(frame);
+                self.asm.memory_fill(to, value, count, site);
+            }
+            Operator::MemoryCopy { .. } => {
+                let (count, from, to) = (frame.pop(), frame.pop(), frame.pop());
+                let site = self.site(frame);
+                self.asm.memory_copy(to, from, count, site);
+            }
             other => {
                 let instruction = instruction_name(other);
                 return Err(Refusal::Instruction { instruction, place: self.place(frame) });
@@ -501,13 +442,13 @@ impl<'a> Lower<'_, 'a> {
     }
 
     fn push_constant(&mut self, frame: &mut Frame, ty: Ty, bits: u64) {
-        let reg = self.constant(ty, bits);
+        let reg = self.asm.constant(ty, bits);
         frame.operands.push(reg);
     }
 
     /// What is known of a sum or difference: enough to follow the stack pointer.
     fn fold(&self, op: Bin, a: Reg, b: Reg) -> Known {
-        match (op, self.known(a), self.known(b)) {
+        match (op, self.asm.known(a), self.asm.known(b)) {
             (Bin::I32Sub, Known::Stack(depth), Known::Constant(n)) => match depth.checked_add(low_half(n)) {
                 Some(depth) => Known::Stack(depth),
                 None => Known::Nothing,
@@ -533,7 +474,7 @@ impl<'a> Lower<'_, 'a> {
     }
 
     fn set_stack(&mut self, from: Reg) {
-        match self.known(from) {
+        match self.asm.known(from) {
             Known::Stack(depth) => {
                 self.stack.depth = depth;
                 self.stack.depth_max = self.stack.depth_max.max(depth);
@@ -545,7 +486,7 @@ impl<'a> Lower<'_, 'a> {
     fn enter(&mut self, frame: &mut Frame, kind: BlockKind, ty: BlockType, is_dead: bool) -> Result<(), Refusal> {
         let condition = (kind == BlockKind::If && !is_dead).then(|| frame.pop());
         let (params, results) = self.block_type(frame, ty)?;
-        let label = self.label();
+        let label = self.asm.label();
         let assigned = frame.assigned.clone();
         let assigned = assigned.get(frame.blocks_begun).map_or(&[][..], Vec::as_slice);
         frame.blocks_begun += 1;
@@ -556,21 +497,21 @@ impl<'a> Lower<'_, 'a> {
             frame.blocks.push(Block { label, kind, targets, results, height, params, merges, is_dead });
             return Ok(());
         }
-        let results: Vec<Reg> = results.into_iter().map(|ty| self.register(ty)).collect();
+        let results: Vec<Reg> = results.into_iter().map(|ty| self.asm.register(ty)).collect();
         let height = frame.operands.len() - params.len();
         let mut entering: Vec<Reg> = frame.operands[height..].to_vec();
         let mut targets = results.clone();
         let mut merges = Vec::with_capacity(assigned.len());
         for local in assigned {
             let before = frame.locals[*local as usize];
-            merges.push((*local, self.register(self.types[before.0 as usize]), before));
+            merges.push((*local, self.asm.register(self.asm.types[before.0 as usize]), before));
         }
         if kind == BlockKind::Loop {
-            targets = params.into_iter().map(|ty| self.register(ty)).collect();
+            targets = params.into_iter().map(|ty| self.asm.register(ty)).collect();
             let all = |values: &[Reg], locals: Vec<Reg>| values.iter().copied().chain(locals).collect::<Vec<Reg>>();
             let to = all(&targets, merges.iter().map(|merge| merge.1).collect());
             let from = all(&entering, merges.iter().map(|merge| merge.2).collect());
-            self.move_all(&to, &from);
+            self.asm.move_all(&to, &from);
             entering.clone_from(&targets);
             frame.operands.truncate(height);
             frame.operands.extend(&targets);
@@ -578,7 +519,7 @@ impl<'a> Lower<'_, 'a> {
                 frame.locals[*local as usize] = *reg;
             }
         }
-        self.push(match condition {
+        self.asm.push(match condition {
             Some(condition) => Op::If { condition, label },
             None if kind == BlockKind::Loop => Op::Loop { label },
             None => Op::Block { label },
@@ -616,7 +557,7 @@ impl<'a> Lower<'_, 'a> {
         }
         frame.operands.truncate(height);
         frame.operands.extend(params);
-        self.push(Op::Else { label });
+        self.asm.push(Op::Else { label });
     }
 
     /// Whether the code around the innermost block is dead.
@@ -637,7 +578,7 @@ impl<'a> Lower<'_, 'a> {
             from.extend(block.merges.iter().map(|(local, ..)| frame.locals[*local as usize]));
             to.extend(block.merges.iter().map(|(_, reg, _)| *reg));
         }
-        self.move_all(&to, &from);
+        self.asm.move_all(&to, &from);
     }
 
     fn end(&mut self, frame: &mut Frame) {
@@ -651,10 +592,10 @@ impl<'a> Lower<'_, 'a> {
         }
         // Without an `else` what went in comes out.
         if block.kind == BlockKind::If && !(block.results.is_empty() && block.merges.is_empty()) {
-            self.push(Op::Else { label: block.label });
+            self.asm.push(Op::Else { label: block.label });
             let from: Vec<Reg> = block.params.iter().copied().chain(block.merges.iter().map(|merge| merge.2)).collect();
             let to: Vec<Reg> = block.results.iter().copied().chain(block.merges.iter().map(|merge| merge.1)).collect();
-            self.move_all(&to, &from);
+            self.asm.move_all(&to, &from);
         }
         if block.kind != BlockKind::Loop {
             for (local, reg, _) in &block.merges {
@@ -663,86 +604,37 @@ impl<'a> Lower<'_, 'a> {
         }
         frame.operands.truncate(block.height);
         frame.operands.extend(&block.results);
-        self.push(Op::End { label: block.label });
-    }
-
-    /// Assigns several registers at once: none is read after it was written.
-    fn move_all(&mut self, to: &[Reg], from: &[Reg]) {
-        let written: HashMap<Reg, usize> = to.iter().enumerate().map(|(n, to)| (*to, n)).collect();
-        let is_early = |(n, from): (usize, &Reg)| written.get(from).is_some_and(|written| *written < n);
-        let is_tangled = from.iter().enumerate().any(is_early);
-        let mut from = from.to_vec();
-        if is_tangled {
-            for reg in &mut from {
-                let copy = self.register(self.types[reg.0 as usize]);
-                self.push(Op::Move { to: copy, from: *reg });
-                *reg = copy;
-            }
-        }
-        for (to, from) in to.iter().zip(from) {
-            if *to != from {
-                self.push(Op::Move { to: *to, from });
-            }
-        }
+        self.asm.push(Op::End { label: block.label });
     }
 
     fn target<'f>(&self, frame: &'f Frame, depth: u32) -> &'f Block {
         &frame.blocks[frame.blocks.len() - 1 - depth as usize]
     }
 
-    /// Assigns what a branch carries, and branches.
-    fn branch(&mut self, frame: &Frame, depth: u32) {
+    /// A branch to a block, with what it carries there.
+    fn jump(&self, frame: &Frame, depth: u32) -> Jump {
         let block = self.target(frame, depth);
         let mut from = frame.operands[frame.operands.len() - block.targets.len()..].to_vec();
-        let (mut to, label) = (block.targets.clone(), block.label);
+        let mut to = block.targets.clone();
         from.extend(block.merges.iter().map(|(local, ..)| frame.locals[*local as usize]));
         to.extend(block.merges.iter().map(|(_, reg, _)| *reg));
-        self.move_all(&to, &from);
-        self.push(Op::Branch { label });
-    }
-
-    fn branch_if(&mut self, frame: &mut Frame, depth: u32) {
-        let condition = frame.pop();
-        let block = self.target(frame, depth);
-        let (label, carries) = (block.label, block.carries());
-        if !carries {
-            self.push(Op::BranchIf { condition, label });
-            return;
-        }
-        let around = self.label();
-        self.push(Op::If { condition, label: around });
-        self.branch(frame, depth);
-        self.push(Op::End { label: around });
+        Jump { label: block.label, to, from }
     }
 
     fn branch_table(&mut self, frame: &mut Frame, depths: &[u32]) {
         let index = frame.pop();
-        let carries = depths.iter().any(|depth| self.target(frame, *depth).carries());
-        if !carries {
-            let labels = depths.iter().map(|depth| self.target(frame, *depth).label).collect();
-            self.push(Op::BranchTable { index, labels });
-            return;
-        }
-        // To a block each, whose end assigns what the branch carries.
+        let labels = depths.iter().map(|depth| self.target(frame, *depth).label).collect();
         let mut distinct: Vec<u32> = depths.to_vec();
         distinct.sort_unstable();
         distinct.dedup();
-        let exits: Vec<Label> = distinct.iter().map(|_| self.label()).collect();
-        for label in exits.iter().rev() {
-            self.push(Op::Block { label: *label });
-        }
-        let exit = |depth: &u32| distinct.binary_search(depth).map_or(exits[0], |at| exits[at]);
-        self.push(Op::BranchTable { index, labels: depths.iter().map(exit).collect() });
-        for (label, depth) in exits.iter().zip(&distinct) {
-            self.push(Op::End { label: *label });
-            self.branch(frame, *depth);
-        }
+        let jumps: Vec<Jump> = distinct.iter().map(|depth| self.jump(frame, *depth)).collect();
+        self.asm.jump_table(index, labels, &jumps);
     }
 
     fn address(&mut self, frame: &mut Frame, memarg: &wasmparser::MemArg) -> Result<Address, Refusal> {
         let base = frame.pop();
         match u32::try_from(memarg.offset) {
-            Ok(offset) if memarg.memory == 0 => Ok(Address { base, offset }),
+            Ok(offset) if memarg.memory == 0 => Ok(Address::new(base, offset)),
             _ => Err(Refusal::Instruction { instruction: "a second memory".to_owned(), place: self.place(frame) }),
         }
     }
@@ -750,34 +642,27 @@ impl<'a> Lower<'_, 'a> {
     fn atomic(&mut self, frame: &mut Frame, operator: &Operator<'a>) -> Result<bool, Refusal> {
         if let Some((ty, access, memarg)) = atomic_load(operator) {
             let at = self.address(frame, memarg)?;
-            let (to, site) = (self.register(ty), self.site(frame));
-            self.push(Op::AtomicLoad { to, access, at, site });
+            let (to, site) = (self.asm.register(ty), self.site(frame));
+            self.asm.push(Op::AtomicLoad { to, access, at, site });
             frame.operands.push(to);
         } else if let Some((access, memarg)) = atomic_store(operator) {
             let value = frame.pop();
             let at = self.address(frame, memarg)?;
             let site = self.site(frame);
-            self.push(Op::AtomicStore { access, at, value, site });
+            self.asm.push(Op::AtomicStore { access, at, value, site });
         } else if let Some((op, ty, access, memarg)) = read_modify_write(operator) {
             let value = frame.pop();
             let expected = if op == Rmw::CompareExchange { frame.pop() } else { value };
             let at = self.address(frame, memarg)?;
-            let (to, site) = (self.register(ty), self.site(frame));
-            self.push(Op::Atomic { op, to, access, at, value, expected, site });
+            let (to, site) = (self.asm.register(ty), self.site(frame));
+            self.asm.push(Op::Atomic { op, to, access, at, value, expected, site });
             frame.operands.push(to);
         } else if matches!(operator, Operator::AtomicFence) {
-            self.push(Op::Fence);
+            self.asm.push(Op::Fence);
         } else {
             return Ok(false);
         }
         Ok(true)
-    }
-}
-
-impl Block {
-    /// Whether a branch to it has something to move.
-    fn carries(&self) -> bool {
-        !self.targets.is_empty() || !self.merges.is_empty()
     }
 }
 

@@ -35,7 +35,7 @@ impl Emitter<'_> {
             }
             return;
         };
-        let cost = u32::try_from(n - start).unwrap_or(FUEL).clamp(1, FUEL);
+        let cost = u32::try_from(self.legal.cost(start, n)).unwrap_or(FUEL).clamp(1, FUEL);
         let poll = self.poll_aside(label);
         let go = self.pred();
         match predicate {

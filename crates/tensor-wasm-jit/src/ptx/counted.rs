@@ -3,10 +3,10 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-use super::{Emitter, FUEL, Fast, Region};
-use crate::ir::{Reg, low_half};
+use super::{Emitter, FUEL, Fast, space};
+use crate::ir::{Reg, Region, low_half};
+use crate::legalize::Candidate;
 use crate::loops::{self, Counted, Pointer, Step};
-use crate::lower::SHARED_ADDRESS;
 
 /// Times that the body of a counted loop is there in its copy without a fence, if it is short.
 const UNROLL: u32 = 4;
@@ -22,28 +22,20 @@ impl Emitter<'_> {
         if self.fast.is_some() || self.copied > COPIED_OPS_MAX {
             return;
         }
-        let facts = &self.facts;
-        let Some(counted) =
-            loops::counted(self.body, n, |reg| facts.constant(reg), |reg| facts.root(reg), |reg| facts.is_single(reg))
-        else {
-            return;
-        };
-        let cost = u32::try_from(counted.end - n).unwrap_or(FUEL).clamp(1, FUEL);
-        let body_ops = counted.body.len();
+        let Some(counted) = loops::counted(self.legal, n) else { return };
+        let cost = u32::try_from(self.legal.cost(n, counted.end)).unwrap_or(FUEL).clamp(1, FUEL);
+        let body_ops = self.legal.cost(counted.body.start, counted.body.end);
         let copies = if body_ops <= UNROLLED_OPS_MAX { UNROLL } else { 1 };
         self.copied += body_ops * copies as usize;
         let (ok, rounds) = self.rounds(&counted, cost, copies);
         let mut pointers = HashMap::new();
         let mut steps = Vec::new();
         for pointer in &counted.pointers {
-            let Some(region) = self.region(pointer.address) else { continue };
-            let (name, step) = self.pointer(&counted, pointer, region, &ok, &rounds);
-            let space = match region {
-                Region::Window(_) => ".global",
-                Region::Stack => ".local",
-                Region::Shared => ".shared",
-            };
-            pointers.insert(pointer.address, (space, name.clone(), pointer.low));
+            if !pointer.region.can_clamp() {
+                continue;
+            }
+            let (name, step) = self.pointer(&counted, pointer, &ok, &rounds);
+            pointers.insert(pointer.address, (space(pointer.region), name.clone(), pointer.low));
             steps.push((name, step));
         }
         let label = counted.label.0;
@@ -123,14 +115,7 @@ impl Emitter<'_> {
 
     /// Looks whether what an address will be stays inside its region. Returns a register with the device's address, and what
     /// is added to it each time round.
-    pub(super) fn pointer(
-        &mut self,
-        counted: &Counted,
-        pointer: &Pointer,
-        region: Region,
-        ok: &str,
-        rounds: &str,
-    ) -> (String, String) {
+    pub(super) fn pointer(&mut self, counted: &Counted, pointer: &Pointer, ok: &str, rounds: &str) -> (String, String) {
         let (first, last, times) = (self.b32(), self.b64(), self.b32());
         put!(self, "mov.b32 {first}, 0;");
         for (reg, shift, is_negative) in &pointer.terms {
@@ -147,19 +132,15 @@ impl Emitter<'_> {
             }
             put!(self, "{}.s32 {first}, {first}, {term};", if *is_negative { "sub" } else { "add" });
         }
-        let (start, size, device) = match region {
-            Region::Window(n) => {
+        let fixed = |(start, size): (u32, u32)| (start.cast_signed().to_string(), size.to_string());
+        let ((start, size), device) = match pointer.region {
+            Region::Window(n) | Region::SmallWindow(n) => {
                 let start = self.b32();
                 put!(self, "cvt.u32.u64 {start}, %start{n};");
-                (start, format!("%size{n}"), format!("%window{n}"))
+                ((start, format!("%size{n}")), format!("%window{n}"))
             }
-            Region::Stack => {
-                let start = self.body.stack_top - self.body.stack_bytes;
-                (start.cast_signed().to_string(), self.body.stack_bytes.to_string(), "%stack".to_owned())
-            }
-            Region::Shared => {
-                (SHARED_ADDRESS.cast_signed().to_string(), self.body.shared_bytes.to_string(), "%shared".to_owned())
-            }
+            Region::Stack => (fixed(self.legal.extent(Candidate::Stack)), "%stack".to_owned()),
+            Region::Shared | Region::Any => (fixed(self.legal.extent(Candidate::Shared)), "%shared".to_owned()),
         };
         put!(self, "sub.s32 {first}, {first}, {start};");
         put!(self, "add.s32 {first}, {first}, {};", pointer.low);

@@ -2,40 +2,26 @@
 
 use std::fmt::Write as _;
 
-use super::{Emitter, LIMITS_MAX, Limit, Region, Target, load_type, scope};
-use crate::facts::Source;
+use super::{Emitter, LIMITS_MAX, Limit, Target, load_type, scope, space};
 use crate::groups::{Member, Part};
-use crate::ir::{Access, Address, Reg, Rmw, Site, TrapKind, Ty};
-use crate::lower::SHARED_ADDRESS;
-
-/// Offsets from this on may carry an address beyond the address space into a window. No window begins below it.
-const OFFSET_WRAPS: u32 = 1 << 16;
+use crate::ir::{Access, Address, Reg, Region, Rmw, Site, TrapKind, Ty};
+use crate::legalize::{Candidate, Lookup};
 
 impl Emitter<'_> {
-    pub(super) fn region(&self, base: Reg) -> Option<Region> {
-        match self.facts.source(base)? {
-            Source::Param(n) => {
-                let is_window = self.windows.get(usize::from(n)).copied().unwrap_or(false);
-                (is_window && !self.is_small).then_some(Region::Window(n))
-            }
-            Source::Stack => (self.body.stack_bytes > 0).then_some(Region::Stack),
-            Source::Shared => (self.body.shared_bytes > 0).then_some(Region::Shared),
-        }
-    }
-
     /// Where an access goes, checked.
-    pub(super) fn target(&mut self, at: Address, bytes: u32, is_write: bool, site: Site) -> (Target, bool) {
-        let is_aligned = self.facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
-        if is_aligned && let Some(target) = self.known_inside(at) {
-            return (target, true);
+    pub(super) fn target(&mut self, at: Address, bytes: u32, lookup: Lookup, site: Site) -> Target {
+        if at.is_aligned
+            && let Some(target) = self.known_inside(at)
+        {
+            return target;
         }
-        if let Some(member) = self.groups.members.get(&self.at).copied() {
-            return (self.grouped(member, at, bytes, site), true);
+        if let Some(member) = self.legal.groups.members.get(&self.at).copied() {
+            return self.grouped(member, at, bytes, lookup, site);
         }
-        match self.region(at.base).filter(|_| self.limits.len() < LIMITS_MAX) {
-            Some(region) => (self.clamped(region, at, bytes, is_aligned, site), is_aligned),
-            None => (self.looked_up(at, bytes, is_write, true, site), is_aligned),
+        if at.region.can_clamp() && self.limits.len() < LIMITS_MAX {
+            return self.clamped(at, bytes, site);
         }
+        self.looked_up(at, bytes, lookup, site)
     }
 
     /// An access that was looked at before its loop began.
@@ -47,21 +33,17 @@ impl Emitter<'_> {
     }
 
     /// An access that is checked together with others, by the first of them.
-    fn grouped(&mut self, member: Member, at: Address, bytes: u32, site: Site) -> Target {
-        if member.is_first
-            && let Some(region) = self.region(at.base)
-        {
-            let start = Address { base: member.root, offset: 0 };
-            let target = self.clamped_from(region, start, member.low, member.reach, member.multiple, site);
+    fn grouped(&mut self, member: Member, at: Address, bytes: u32, lookup: Lookup, site: Site) -> Target {
+        if member.is_first {
+            let start = Address { base: member.root, offset: 0, ..at };
+            let target = self.clamped_from(start, member.low, member.reach, member.multiple, site);
             self.checked.insert(member.group, (target.space, target.address));
         }
         match self.checked.get(&member.group) {
             Some((space, address)) => Target { space, address: format!("{address}+{}", member.distance) },
             // The first was known to be inside, in a loop that counts.
-            None => match self.region(at.base) {
-                Some(region) => self.clamped(region, at, bytes, true, site),
-                None => self.looked_up(at, bytes, true, true, site),
-            },
+            None if at.region.can_clamp() => self.clamped(at, bytes, site),
+            None => self.looked_up(at, bytes, lookup, site),
         }
     }
 
@@ -74,31 +56,31 @@ impl Emitter<'_> {
     }
 
     /// An access that cannot leave its region, and is remembered if it would have.
-    pub(super) fn clamped(&mut self, region: Region, at: Address, bytes: u32, is_aligned: bool, site: Site) -> Target {
-        self.clamped_from(region, at, 0, bytes, if is_aligned { bytes } else { 1 }, site)
+    fn clamped(&mut self, at: Address, bytes: u32, site: Site) -> Target {
+        self.clamped_from(at, 0, bytes, if at.is_aligned { bytes } else { 1 }, site)
     }
 
     /// So many bytes from an address, less or more, all of them inside. What they are a multiple of in the region is known.
-    fn clamped_from(&mut self, region: Region, at: Address, low: i32, bytes: u32, multiple: u32, site: Site) -> Target {
-        let fixed = match region {
-            Region::Window(_) => u32::MAX,
-            Region::Stack => self.body.stack_bytes,
-            Region::Shared => self.body.shared_bytes,
+    fn clamped_from(&mut self, at: Address, low: i32, bytes: u32, multiple: u32, site: Site) -> Target {
+        let region = at.region;
+        let (space, start, size) = match region {
+            Region::Window(n) | Region::SmallWindow(n) => (space(region), format!("%window{n}"), u32::MAX),
+            Region::Stack => (space(region), "%stack".to_owned(), self.body.stack_bytes),
+            Region::Shared | Region::Any => (space(region), "%shared".to_owned(), self.body.shared_bytes),
         };
-        if fixed < bytes {
+        if size < bytes {
             // Nothing so large fits; what follows is never reached.
             let trap = self.trap(TrapKind::OutOfBounds, site);
             put!(self, "bra {trap};");
-            let (space, address) = if region == Region::Stack { (".local", "%stack") } else { (".shared", "%shared") };
-            return Target { space, address: address.to_owned() };
+            return Target { space, address: start };
         }
         let limit = self.limit(region, bytes, multiple, site);
         let (base, offset, wide) = (self.reg(at.base), self.b32(), self.b64());
         let distance = at.offset.wrapping_add_signed(low);
         // What was added to the window's address is the offset; no need to subtract the address again.
         let beyond = match region {
-            Region::Window(window) => self.facts.beyond(at.base, window),
-            Region::Stack | Region::Shared => None,
+            Region::Window(window) | Region::SmallWindow(window) => self.facts.beyond(at.base, window),
+            Region::Stack | Region::Shared | Region::Any => None,
         };
         if let Some(beyond) = beyond {
             let beyond = self.reg(beyond);
@@ -109,7 +91,7 @@ impl Emitter<'_> {
             put!(self, "add.s32 {offset}, {base}, {};", distance.cast_signed());
             put!(self, "sub.s32 {offset}, {offset}, %base{limit};");
         }
-        if at.offset >= OFFSET_WRAPS {
+        if at.may_wrap() {
             let q = self.pred();
             put!(self, "setp.gt.u32 {q}, {base}, {};", u32::MAX - at.offset);
             put!(self, "selp.b32 {offset}, -1, {offset}, {q};");
@@ -117,38 +99,25 @@ impl Emitter<'_> {
         put!(self, "max.u32 %worst{limit}, %worst{limit}, {offset};");
         put!(self, "min.u32 {offset}, {offset}, %limit{limit};");
         put!(self, "cvt.u64.u32 {wide}, {offset};");
-        let (space, start) = match region {
-            Region::Window(n) => (".global", format!("%window{n}")),
-            Region::Stack => (".local", "%stack".to_owned()),
-            Region::Shared => (".shared", "%shared".to_owned()),
-        };
         put!(self, "add.s64 {wide}, {wide}, {start};");
         Target { space, address: wide }
     }
 
-    /// An access by an address that may be of any region. Traps at once.
-    pub(super) fn looked_up(
-        &mut self,
-        at: Address,
-        bytes: u32,
-        is_write: bool,
-        may_be_private: bool,
-        site: Site,
-    ) -> Target {
+    /// An access by an address that may be of any region, or is of a window that may be small. Traps at once.
+    fn looked_up(&mut self, at: Address, bytes: u32, lookup: Lookup, site: Site) -> Target {
         let (base, address, found) = (self.reg(at.base), self.b64(), self.b64());
         put!(self, "cvt.u64.u32 {address}, {base};");
         if at.offset > 0 {
             put!(self, "add.s64 {address}, {address}, {};", at.offset);
         }
         put!(self, "mov.b64 {found}, 0;");
-        // Small windows are looked up too; an address that comes from one is looked for in that one only.
-        let own = match self.facts.source(at.base) {
-            Some(Source::Param(n)) => {
-                self.windows.get(usize::from(n)).copied().unwrap_or(false).then_some(usize::from(n))
-            }
-            _ => None,
+        // An address that comes from a window is looked for in that one only.
+        let candidates = match at.region {
+            Region::Window(n) | Region::SmallWindow(n) => vec![Candidate::Window(n)],
+            Region::Any | Region::Stack | Region::Shared => self.legal.candidates(lookup),
         };
-        for (start, size, pointer) in &self.regions(is_write, may_be_private, own) {
+        for candidate in candidates {
+            let (start, size, pointer) = self.extent(candidate);
             let (offset, end, q, whole) = (self.b64(), self.b64(), self.pred(), self.b64());
             put!(self, "sub.s64 {offset}, {address}, {start};");
             put!(self, "add.s64 {end}, {offset}, {bytes};");
@@ -157,11 +126,11 @@ impl Emitter<'_> {
             put!(self, "add.s64 {whole}, {pointer}, {offset};");
             put!(self, "selp.b64 {found}, {whole}, {found}, {q};");
         }
-        let body = self.body;
-        if is_write && !body.data.is_empty() {
+        if self.legal.may_write_data(lookup) {
+            let (start, size) = self.legal.extent(Candidate::Data);
             let (offset, q, trap) = (self.b64(), self.pred(), self.trap(TrapKind::WriteToConstant, site));
-            put!(self, "sub.s64 {offset}, {address}, {};", body.data_address);
-            put!(self, "setp.lt.u64 {q}, {offset}, {};", body.data.len());
+            put!(self, "sub.s64 {offset}, {address}, {start};");
+            put!(self, "setp.lt.u64 {q}, {offset}, {size};");
             put!(self, "@{q} bra {trap};");
         }
         let (q, trap) = (self.pred(), self.trap(TrapKind::OutOfBounds, site));
@@ -170,32 +139,16 @@ impl Emitter<'_> {
         Target { space: "", address: found }
     }
 
-    /// Everything an address may be in: where it starts, its size, and a pointer to it.
-    pub(super) fn regions(
-        &self,
-        is_write: bool,
-        may_be_private: bool,
-        own: Option<usize>,
-    ) -> Vec<(String, String, String)> {
-        let is_wanted = |(n, is_window): &(usize, &bool)| **is_window && own.is_none_or(|own| own == *n);
-        let windows = self.windows.iter().enumerate().filter(is_wanted);
-        let mut regions: Vec<(String, String, String)> =
-            windows.map(|(n, _)| (format!("%start{n}"), format!("%size{n}"), format!("%window{n}"))).collect();
-        if own.is_some() {
-            return regions;
-        }
-        let body = self.body;
-        if body.shared_bytes > 0 {
-            regions.push((SHARED_ADDRESS.to_string(), body.shared_bytes.to_string(), "%gshared".to_owned()));
-        }
-        if body.stack_bytes > 0 && may_be_private {
-            let start = (body.stack_top - body.stack_bytes).to_string();
-            regions.push((start, body.stack_bytes.to_string(), "%gstack".to_owned()));
-        }
-        if !body.data.is_empty() && may_be_private && !is_write {
-            regions.push((body.data_address.to_string(), body.data.len().to_string(), "%gdata".to_owned()));
-        }
-        regions
+    /// Where a region starts, its size, and a generic pointer to it.
+    fn extent(&self, candidate: Candidate) -> (String, String, String) {
+        let pointer = match candidate {
+            Candidate::Window(n) => return (format!("%start{n}"), format!("%size{n}"), format!("%window{n}")),
+            Candidate::Shared => "%gshared",
+            Candidate::Stack => "%gstack",
+            Candidate::Data => "%gdata",
+        };
+        let (start, size) = self.legal.extent(candidate);
+        (start.to_string(), size.to_string(), pointer.to_owned())
     }
 
     pub(super) fn check_range(&mut self, start: Reg, count: Reg, is_write: bool, site: Site) {
@@ -206,7 +159,9 @@ impl Emitter<'_> {
         let q = self.pred();
         put!(self, "setp.eq.u64 {q}, {len}, 0;");
         put!(self, "selp.b32 {good}, 1, 0, {q};");
-        for (start, size, _) in &self.regions(is_write, true, None) {
+        let lookup = if is_write { Lookup::Write } else { Lookup::Read };
+        for candidate in self.legal.candidates(lookup) {
+            let (start, size, _) = self.extent(candidate);
             let (offset, end) = (self.b64(), self.b64());
             put!(self, "sub.s64 {offset}, {from}, {start};");
             put!(self, "add.s64 {end}, {offset}, {len};");
@@ -220,11 +175,11 @@ impl Emitter<'_> {
     }
 
     pub(super) fn load(&mut self, to: Reg, access: Access, at: Address, site: Site) {
-        let vector = self.groups.vectors.get(&self.at).cloned();
+        let vector = self.legal.groups.vectors.get(&self.at).cloned();
         if let Some(Part::Rest) = vector {
             return;
         }
-        let (target, is_aligned) = self.target(at, access.bytes, false, site);
+        let target = self.target(at, access.bytes, Lookup::Read, site);
         if let Some(Part::Lead { registers, distance, from_root }) = vector {
             self.load_vector(&registers, at, &target, distance, from_root);
             return;
@@ -232,11 +187,11 @@ impl Emitter<'_> {
         let ty = match self.body.ty(to) {
             Ty::F32 => "f32",
             Ty::F64 => "f64",
-            _ => load_type(access),
+            Ty::I32 | Ty::I64 => load_type(access),
         };
         let name = self.reg(to);
         let Target { space, address } = &target;
-        if is_aligned || access.bytes == 1 {
+        if at.is_aligned || access.bytes == 1 {
             put!(self, "ld{space}.{ty} {name}, [{address}];");
             return;
         }
@@ -291,8 +246,8 @@ impl Emitter<'_> {
     }
 
     pub(super) fn store(&mut self, access: Access, at: Address, value: Reg, site: Site) {
-        let name = self.observed(value);
-        let (target, is_aligned) = self.target(at, access.bytes, true, site);
+        let name = self.reg(value);
+        let target = self.target(at, access.bytes, Lookup::Write, site);
         let Target { space, address } = &target;
         let ty = match (self.body.ty(value), access.bytes) {
             (Ty::F32, _) => "f32",
@@ -302,7 +257,7 @@ impl Emitter<'_> {
             (_, 4) => "u32",
             _ => "u64",
         };
-        if is_aligned || access.bytes == 1 {
+        if at.is_aligned || access.bytes == 1 {
             put!(self, "st{space}.{ty} [{address}], {name};");
             return;
         }
@@ -340,21 +295,12 @@ impl Emitter<'_> {
         (slow, back)
     }
 
-    pub(super) fn atomic_target(&mut self, at: Address, access: Access, site: Site) -> Target {
-        let is_aligned = self.facts.is_aligned(at.base, access.bytes) && at.offset.is_multiple_of(access.bytes);
-        if !is_aligned {
-            let (low, q) = (self.b32(), self.pred());
-            let (base, trap) = (self.reg(at.base), self.trap(TrapKind::UnalignedAtomic, site));
-            put!(self, "add.s32 {low}, {base}, {};", at.offset.cast_signed());
-            put!(self, "and.b32 {low}, {low}, {};", access.bytes - 1);
-            put!(self, "setp.ne.s32 {q}, {low}, 0;");
-            put!(self, "@{q} bra {trap};");
-        }
-        match self.region(at.base) {
-            // Aligned, whether that is known or was just found.
-            Some(region @ (Region::Window(_) | Region::Shared)) => self.clamped(region, at, access.bytes, true, site),
-            // Private memory has no atomics.
-            _ => self.looked_up(at, access.bytes, true, false, site),
+    /// Where an atomic goes. That it is aligned is known, or was checked.
+    pub(super) fn atomic_target(&mut self, at: Address, bytes: u32, site: Site) -> Target {
+        if at.region.can_clamp() {
+            self.clamped(at, bytes, site)
+        } else {
+            self.looked_up(at, bytes, Lookup::Atomic, site)
         }
     }
 

@@ -27,16 +27,17 @@ mod table;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 
-use crate::groups::{self, Groups};
-use table::{binary, convertible, math, unary};
+use table::{binary, math, unary};
 
+use crate::assemble::OPS_MAX;
 use crate::facts::Facts;
 use crate::image::{CONTROL, KernelImage, Param, RECORD};
 use crate::ir::{
-    Access, Bin, BinaryClass, Body, Flow, Id, Label, Op, Reg, Site, Structure, TrapKind, Ty, Un, low_half,
+    Access, Axis, Body, Flow, Id, Label, Least, Op, Reg, Region, SHARED_ADDRESS, Site, Structure, Test, TrapKind, Ty,
+    low_half,
 };
-use crate::lower::{OPS_MAX, SHARED_ADDRESS};
-use crate::refusal::{Place, Refusal};
+use crate::legalize::{Candidate, Legal};
+use crate::refusal::{Refusal, SourceLocation};
 
 /// Operations that a work item does in loops between two polls: some milliseconds on a device that is full.
 const FUEL: u32 = 1 << 18;
@@ -56,14 +57,6 @@ const CHECKS_MAX: usize = 100_000;
 
 /// A kernel of so few operations, without loops, runs to its end whatever happens.
 const SHORT_OPS_MAX: usize = 256;
-
-/// Memory that an access goes to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Region {
-    Window(u16),
-    Stack,
-    Shared,
-}
 
 /// The end of a region for accesses of so many bytes.
 struct Limit {
@@ -91,11 +84,10 @@ struct Target {
 }
 
 struct Emitter<'b> {
+    legal: &'b Legal,
     body: &'b Body,
-    facts: Facts,
+    facts: &'b Facts,
     windows: &'b [bool],
-    /// Windows may be smaller than an access.
-    is_small: bool,
     out: String,
     /// Code that is seldom run, after the rest.
     aside: String,
@@ -115,9 +107,7 @@ struct Emitter<'b> {
     asides: u32,
     /// The code in which a loop polls, by its label.
     polls: HashMap<u32, String>,
-    /// Accesses that are checked together, by the numbers of their operations; and those that were, by their groups: the state
-    /// space and a register with the address of the lowest.
-    groups: Groups,
+    /// Groups of accesses that were checked together: the state space and a register with the address of the lowest.
     checked: HashMap<usize, (&'static str, String)>,
     /// Places at which limits are looked at.
     checks: usize,
@@ -131,12 +121,13 @@ struct Emitter<'b> {
 const TEMPS: [(&str, &str); 6] =
     [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32")];
 
-pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
+pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
+    let Legal { body, facts, windows, .. } = legal;
     let mut emitter = Emitter {
+        legal,
         body,
-        facts: Facts::of(body, windows),
+        facts,
         windows,
-        is_small,
         out: String::new(),
         aside: String::new(),
         temps: [0; 6],
@@ -154,13 +145,11 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<Kern
         copied: 0,
         asides: 0,
         polls: HashMap::new(),
-        groups: Groups::default(),
         checked: HashMap::new(),
         checks: 0,
         at: 0,
-        look_before: look_before(body),
+        look_before: look_before(legal),
     };
-    emitter.groups = groups::groups(body, &emitter.facts, |reg| emitter.region(reg).is_some());
     emitter.operations();
     let needed = |n: usize| {
         let is_own = |limit: &&Limit| limit.region == Region::Window(u16::try_from(n).unwrap_or(u16::MAX));
@@ -169,7 +158,7 @@ pub(crate) fn emit(body: &Body, windows: &[bool], is_small: bool) -> Result<Kern
     let window_bytes_min = (0..windows.len()).map(needed).collect();
     let is_too_long = emitter.out.len() + emitter.aside.len() > PTX_BYTES_MAX;
     if is_too_long || emitter.checks * emitter.limits.len() > CHECKS_MAX {
-        let place = Place { function: body.name.clone(), offset: 0 };
+        let place = SourceLocation { function: body.name.clone(), offset: None };
         return Err(Refusal::TooLong { ops_max: OPS_MAX, place });
     }
     let text = emitter.finish();
@@ -198,9 +187,11 @@ fn entry_name(name: &str) -> String {
 
 /// The first operation that writes, loops or waits, or the `if` in which it does so. A path around it comes to the launch's
 /// end a little later.
-fn look_before(body: &Body) -> usize {
+fn look_before(legal: &Legal) -> usize {
+    let body = &legal.body;
     // What is over soon need not look.
-    let is_short = body.ops.len() <= SHORT_OPS_MAX && !body.ops.iter().any(|op| matches!(op, Op::Loop { .. }));
+    let is_short =
+        legal.cost(0, body.ops.len()) <= SHORT_OPS_MAX && !body.ops.iter().any(|op| matches!(op, Op::Loop { .. }));
     if is_short {
         return body.ops.len();
     }
@@ -300,32 +291,6 @@ impl Emitter<'_> {
         format!("TRAP_{at}")
     }
 
-    /// A float's bits as they are to be seen: of the NaNs that operations make there is only one.
-    fn observed(&mut self, reg: Reg) -> String {
-        match self.body.ty(reg).is_float() && self.facts.is_computed(reg) {
-            true => self.canonical(reg),
-            false => self.reg(reg),
-        }
-    }
-
-    fn canonical(&mut self, reg: Reg) -> String {
-        let (from, q) = (self.reg(reg), self.pred());
-        match self.body.ty(reg) {
-            Ty::F64 => {
-                let to = self.temp(3);
-                put!(self, "setp.nan.f64 {q}, {from}, {from};");
-                put!(self, "selp.f64 {to}, 0d7FF8000000000000, {from}, {q};");
-                to
-            }
-            _ => {
-                let to = self.temp(2);
-                put!(self, "setp.nan.f32 {q}, {from}, {from};");
-                put!(self, "selp.f32 {to}, 0f7FC00000, {from}, {q};");
-                to
-            }
-        }
-    }
-
     fn operations(&mut self) {
         let body = self.body;
         for (n, op) in body.ops.iter().enumerate() {
@@ -340,20 +305,8 @@ impl Emitter<'_> {
     }
 
     fn one(&mut self, n: usize, op: &Op) {
-        let body = self.body;
         self.at = n;
         self.operation(n, op);
-        // Where computed NaNs come together with others whose bits count, they become the one NaN as they come.
-        if let Some(to) = op.to()
-            && self.facts.is_mixed(to)
-            && body.ty(to).is_float()
-            && !matches!(op, Op::Load { .. } | Op::Const { .. })
-            && !self.facts.keeps_bits(op)
-        {
-            let from = self.canonical(to);
-            let (to, ty) = (self.reg(to), if body.ty(to) == Ty::F64 { "f64" } else { "f32" });
-            put!(self, "mov.{ty} {to}, {from};");
-        }
     }
 
     #[expect(clippy::too_many_lines, reason = "one arm for each operation")]
@@ -372,30 +325,12 @@ impl Emitter<'_> {
                 let (ty, to, from) = (mov_type(self.body.ty(*to)), self.reg(*to), self.reg(*from));
                 put!(self, "mov.{ty} {to}, {from};");
             }
-            Op::Un { op, to, a, site } => {
-                let is_seen = matches!(op, Un::I32ReinterpretF32 | Un::I64ReinterpretF64 | Un::F32Neg | Un::F64Neg);
-                let operand = if is_seen { self.observed(*a) } else { self.reg(*a) };
-                if let Some((lower, low, high)) = convertible(*op) {
-                    let (ty, q) = (if op.from() == Ty::F64 { "f64" } else { "f32" }, self.pred());
-                    let (bad, over) =
-                        (self.trap(TrapKind::BadConversion, *site), self.trap(TrapKind::IntegerOverflow, *site));
-                    put!(self, "setp.nan.{ty} {q}, {operand}, {operand};");
-                    put!(self, "@{q} bra {bad};");
-                    put!(self, "setp.{lower}.{ty} {q}, {operand}, {low};");
-                    put!(self, "setp.lt.and.{ty} {q}, {operand}, {high}, {q};");
-                    put!(self, "@!{q} bra {over};");
-                }
-                let to = self.reg(*to);
-                self.fill(unary(*op), &to, &[&operand]);
+            Op::Un { op, to, a, .. } => {
+                let (to, a) = (self.reg(*to), self.reg(*a));
+                self.fill(unary(*op), &to, &[&a]);
             }
-            Op::Bin { op, to, a, b, site } => {
-                let is_seen = matches!(op, Bin::F32Copysign | Bin::F64Copysign);
-                let (a, b) = match is_seen {
-                    true => (self.observed(*a), self.observed(*b)),
-                    false => (self.reg(*a), self.reg(*b)),
-                };
-                self.division(*op, &a, &b, *site);
-                let to = self.reg(*to);
+            Op::Bin { op, to, a, b, .. } => {
+                let (to, a, b) = (self.reg(*to), self.reg(*a), self.reg(*b));
                 self.fill(binary(*op), &to, &[&a, &b]);
             }
             Op::Math { op, to, operands } => {
@@ -405,15 +340,14 @@ impl Emitter<'_> {
             }
             Op::Select { to, condition, a, b } => {
                 let q = self.test(*condition);
-                let is_mixed = self.facts.is_mixed(*to);
                 let (ty, to) = (mov_type(self.body.ty(*to)), self.reg(*to));
-                let (a, b) = match is_mixed {
-                    true => (self.observed(*a), self.observed(*b)),
-                    false => (self.reg(*a), self.reg(*b)),
-                };
+                let (a, b) = (self.reg(*a), self.reg(*b));
                 put!(self, "selp.{ty} {to}, {a}, {b}, {q};");
             }
-            Op::Id { id, to, dimension } => self.id(*id, *to, *dimension),
+            Op::Id { id, to, axis } => {
+                let to = self.reg(*to);
+                self.id(*id, &to, *axis);
+            }
             Op::Shared { to } => {
                 let to = self.reg(*to);
                 put!(self, "mov.b32 {to}, {};", SHARED_ADDRESS.cast_signed());
@@ -425,19 +359,19 @@ impl Emitter<'_> {
             Op::Load { to, access, at, site } => self.load(*to, *access, *at, *site),
             Op::Store { access, at, value, site } => self.store(*access, *at, *value, *site),
             Op::AtomicLoad { to, access, at, site } => {
-                let target = self.atomic_target(*at, *access, *site);
+                let target = self.atomic_target(*at, access.bytes, *site);
                 let (ty, to) = (load_type(*access), self.reg(*to));
                 let scope = scope(target.space);
                 put!(self, "ld.acquire.{scope}{}.{ty} {to}, [{}];", target.space, target.address);
             }
             Op::AtomicStore { access, at, value, site } => {
-                let target = self.atomic_target(*at, *access, *site);
+                let target = self.atomic_target(*at, access.bytes, *site);
                 let (ty, value) = (if access.bytes == 8 { "u64" } else { "u32" }, self.reg(*value));
                 let scope = scope(target.space);
                 put!(self, "st.release.{scope}{}.{ty} [{}], {value};", target.space, target.address);
             }
             Op::Atomic { op, to, access, at, value, expected, site } => {
-                let target = self.atomic_target(*at, *access, *site);
+                let target = self.atomic_target(*at, access.bytes, *site);
                 self.read_modify_write(*op, *to, *access, &target, *value, *expected);
             }
             Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
@@ -445,6 +379,17 @@ impl Emitter<'_> {
             Op::Trap { kind, site } => {
                 let trap = self.trap(*kind, *site);
                 put!(self, "bra {trap};");
+            }
+            Op::TrapIf { test, kind, site } => {
+                let trap = self.trap(*kind, *site);
+                self.trap_if(*test, &trap);
+            }
+            Op::Canonical { to, from } => {
+                let (q, ty) = (self.pred(), mov_type(self.body.ty(*to)));
+                let (to, from) = (self.reg(*to), self.reg(*from));
+                let nan = if ty == "f64" { "0d7FF8000000000000" } else { "0f7FC00000" };
+                put!(self, "setp.nan.{ty} {q}, {from}, {from};");
+                put!(self, "selp.{ty} {to}, {nan}, {from}, {q};");
             }
             Op::Block { .. } => {}
             Op::Loop { label } => {
@@ -494,49 +439,53 @@ impl Emitter<'_> {
         q
     }
 
-    /// Traps of integer division, before it.
-    fn division(&mut self, op: Bin, a: &str, b: &str, site: Site) {
-        let is_signed_division = op.class() == BinaryClass::DivideSigned;
-        if !is_signed_division && op.class() != BinaryClass::Divide {
-            return;
-        }
-        let (ty, lowest) = if op.from() == Ty::I64 { ("s64", "-9223372036854775808") } else { ("s32", "-2147483648") };
-        let (q, zero) = (self.pred(), self.trap(TrapKind::DivideByZero, site));
-        put!(self, "setp.eq.{ty} {q}, {b}, 0;");
-        put!(self, "@{q} bra {zero};");
-        if is_signed_division {
-            let over = self.trap(TrapKind::IntegerOverflow, site);
-            put!(self, "setp.eq.{ty} {q}, {a}, {lowest};");
-            put!(self, "setp.eq.and.{ty} {q}, {b}, -1, {q};");
-            put!(self, "@{q} bra {over};");
-        }
-    }
-
-    fn id(&mut self, id: Id, to: Reg, dimension: Reg) {
-        let to = self.reg(to);
-        if let Some(dimension) = self.facts.constant(dimension) {
-            match dimension {
-                0 => self.id_in(id, &to, 'x'),
-                1 => self.id_in(id, &to, 'y'),
-                2 => self.id_in(id, &to, 'z'),
-                _ => put!(self, "mov.b32 {to}, {};", nowhere(id)),
+    /// Goes to a trap if a test is true.
+    fn trap_if(&mut self, test: Test, trap: &str) {
+        let q = self.pred();
+        match test {
+            Test::IsZero(a) => {
+                let (ty, a) = (signed_type(self.body.ty(a)), self.reg(a));
+                put!(self, "setp.eq.{ty} {q}, {a}, 0;");
             }
-            return;
+            Test::Overflows(a, b) => {
+                let lowest = if self.body.ty(a) == Ty::I64 { i64::MIN } else { i64::from(i32::MIN) };
+                let (ty, a, b) = (signed_type(self.body.ty(a)), self.reg(a), self.reg(b));
+                put!(self, "setp.eq.{ty} {q}, {a}, {lowest};");
+                put!(self, "setp.eq.and.{ty} {q}, {b}, -1, {q};");
+            }
+            Test::IsNan(a) => {
+                let (ty, a) = (mov_type(self.body.ty(a)), self.reg(a));
+                put!(self, "setp.nan.{ty} {q}, {a}, {a};");
+            }
+            Test::IsOutside(a, least, below) => {
+                let ty = self.body.ty(a);
+                let (comparison, low) = match least {
+                    Least::At(low) => ("ge", low),
+                    Least::Above(low) => ("gt", low),
+                };
+                let (low, below) = (float_text(ty, low), float_text(ty, below));
+                let (ty, a) = (mov_type(ty), self.reg(a));
+                put!(self, "setp.{comparison}.{ty} {q}, {a}, {low};");
+                put!(self, "setp.lt.and.{ty} {q}, {a}, {below}, {q};");
+                put!(self, "@!{q} bra {trap};");
+                return;
+            }
+            Test::IsUnaligned(base, offset, bytes) => {
+                let (low, base) = (self.b32(), self.reg(base));
+                put!(self, "add.s32 {low}, {base}, {};", offset.cast_signed());
+                put!(self, "and.b32 {low}, {low}, {};", bytes - 1);
+                put!(self, "setp.ne.s32 {q}, {low}, 0;");
+            }
         }
-        let dimension = self.reg(dimension);
-        let own: Vec<String> = (0..3).map(|_| self.b32()).collect();
-        for (name, axis) in own.iter().zip(['x', 'y', 'z']) {
-            self.id_in(id, name, axis);
-        }
-        put!(self, "mov.b32 {to}, {};", nowhere(id));
-        for (n, name) in own.iter().enumerate() {
-            let q = self.pred();
-            put!(self, "setp.eq.s32 {q}, {dimension}, {n};");
-            put!(self, "selp.b32 {to}, {name}, {to}, {q};");
-        }
+        put!(self, "@{q} bra {trap};");
     }
 
-    fn id_in(&mut self, id: Id, to: &str, axis: char) {
+    fn id(&mut self, id: Id, to: &str, axis: Axis) {
+        let axis = match axis {
+            Axis::X => 'x',
+            Axis::Y => 'y',
+            Axis::Z => 'z',
+        };
         match id {
             Id::Local => put!(self, "mov.u32 {to}, %tid.{axis};"),
             Id::Group => put!(self, "mov.u32 {to}, %ctaid.{axis};"),
@@ -725,30 +674,30 @@ impl Emitter<'_> {
     fn set_limit(&mut self, n: usize) {
         let Limit { region, bytes, multiple, .. } = self.limits[n];
         put!(self, "mov.b32 %worst{n}, 0;");
-        let fixed = match region {
-            Region::Window(_) => None,
-            Region::Stack => Some((self.body.stack_top - self.body.stack_bytes, self.body.stack_bytes)),
-            Region::Shared => Some((SHARED_ADDRESS, self.body.shared_bytes)),
+        let (start, size) = match region {
+            Region::Window(window) | Region::SmallWindow(window) => {
+                let size = self.b32();
+                put!(self, "cvt.u32.u64 %base{n}, %start{window};");
+                put!(self, "cvt.u32.u64 {size}, %size{window};");
+                // A launch sees to it that this much is there.
+                put!(self, "sub.s32 %limit{n}, {size}, {bytes};");
+                if multiple > 1 {
+                    put!(self, "and.b32 %limit{n}, %limit{n}, {};", (!(multiple - 1)).cast_signed());
+                }
+                return;
+            }
+            Region::Stack => self.legal.extent(Candidate::Stack),
+            Region::Shared => self.legal.extent(Candidate::Shared),
+            // Has no limit of its own.
+            Region::Any => (0, 0),
         };
-        if let Some((start, size)) = fixed {
-            // Where nothing fits, every offset is too large.
-            let (start, limit) = match size.checked_sub(bytes) {
-                Some(limit) => (start, limit & !(multiple - 1)),
-                None => (start ^ 1 << 31, 0),
-            };
-            put!(self, "mov.b32 %base{n}, {};", start.cast_signed());
-            put!(self, "mov.b32 %limit{n}, {};", limit.cast_signed());
-            return;
-        }
-        let Region::Window(window) = region else { return };
-        let size = self.b32();
-        put!(self, "cvt.u32.u64 %base{n}, %start{window};");
-        put!(self, "cvt.u32.u64 {size}, %size{window};");
-        // A launch sees to it that this much is there.
-        put!(self, "sub.s32 %limit{n}, {size}, {bytes};");
-        if multiple > 1 {
-            put!(self, "and.b32 %limit{n}, %limit{n}, {};", (!(multiple - 1)).cast_signed());
-        }
+        // Where nothing fits, every offset is too large.
+        let (start, limit) = match size.checked_sub(bytes) {
+            Some(limit) => (start, limit & !(multiple - 1)),
+            None => (start ^ 1 << 31, 0),
+        };
+        put!(self, "mov.b32 %base{n}, {};", start.cast_signed());
+        put!(self, "mov.b32 %limit{n}, {};", limit.cast_signed());
     }
 
     /// The first work item of some groups polls as it begins; of a small launch none does.
@@ -786,9 +735,10 @@ impl Emitter<'_> {
         for n in 0..self.limits.len() {
             let Limit { region, site, .. } = self.limits[n];
             let which = match region {
-                Region::Window(window) => u32::from(window),
+                Region::Window(window) | Region::SmallWindow(window) => u32::from(window),
                 Region::Stack => RECORD.stack,
                 Region::Shared => RECORD.shared,
+                Region::Any => RECORD.nothing,
             };
             let _ = writeln!(self.out, "BAD_{n}:");
             put!(self, "mov.b32 %kind, {};", TrapKind::OutOfBounds as u32);
@@ -847,6 +797,29 @@ fn mov_type(ty: Ty) -> &'static str {
     }
 }
 
+fn signed_type(ty: Ty) -> &'static str {
+    if ty.bytes() == 8 { "s64" } else { "s32" }
+}
+
+/// A float as PTX writes it.
+fn float_text(ty: Ty, value: f64) -> String {
+    match ty {
+        Ty::I64 | Ty::F64 => format!("0d{:016X}", value.to_bits()),
+        #[expect(clippy::cast_possible_truncation, reason = "a power of two, or next to one, as f32 has them")]
+        Ty::I32 | Ty::F32 => format!("0f{:08X}", (value as f32).to_bits()),
+    }
+}
+
+/// The state space of a region. What is looked up has none: its address is generic.
+fn space(region: Region) -> &'static str {
+    match region {
+        Region::Window(_) | Region::SmallWindow(_) => ".global",
+        Region::Stack => ".local",
+        Region::Shared => ".shared",
+        Region::Any => "",
+    }
+}
+
 fn param_type(ty: Ty) -> &'static str {
     match ty {
         Ty::I32 => "u32",
@@ -871,12 +844,4 @@ fn load_type(access: Access) -> &'static str {
 /// Who else sees an atomic in a space.
 fn scope(space: &str) -> &'static str {
     if space == ".shared" { "cta" } else { "gpu" }
-}
-
-/// What there is in a dimension that there is not.
-fn nowhere(id: Id) -> u32 {
-    match id {
-        Id::Global | Id::Local | Id::Group => 0,
-        Id::LocalSize | Id::GlobalSize | Id::Groups => 1,
-    }
 }

@@ -1,6 +1,6 @@
 //! What most operations are in PTX.
 
-use crate::ir::{Bin, Least, Math, Ty, Un, UnaryClass};
+use crate::ir::{Bin, Math, Un};
 
 /// What an operation is in PTX. `D` is what it assigns, `A` and `B` are its operands; `T`, `S`, `U`, `V`, `F`, `G` and `Q` are
 /// registers of its own, of 32, 32, 64 and 64 bits, floats of 32 and 64 bits, and a predicate.
@@ -164,26 +164,7 @@ pub(super) fn math(op: Math) -> &'static str {
     match op {
         Math::FmaF32 => "fma.rn.f32 D, A, B, C;",
         Math::FmaF64 => "fma.rn.f64 D, A, B, C;",
-        Math::SqrtF32 => "sqrt.rn.f32 D, A;",
-        Math::SqrtF64 => "sqrt.rn.f64 D, A;",
         // At most 2 ulp from the truth; rounded to the last bit it takes seven times as long.
         Math::RsqrtF32 => "rsqrt.approx.f32 D, A;",
-        // Rounded twice, the same everywhere.
-        Math::RsqrtF64 => "sqrt.rn.f64 G, A; div.rn.f64 D, 0d3FF0000000000000, G;",
     }
-}
-
-/// What must be so for a float to be converted: the comparison with the first, and being below the second.
-pub(super) fn convertible(op: Un) -> Option<(&'static str, String, String)> {
-    let UnaryClass::Convert(least, high) = op.class() else { return None };
-    let number = |value: f64| match op.from() {
-        Ty::F64 => format!("0d{:016X}", value.to_bits()),
-        #[expect(clippy::cast_possible_truncation, reason = "a power of two, as f32 has them")]
-        _ => format!("0f{:08X}", (value as f32).to_bits()),
-    };
-    let (comparison, low) = match least {
-        Least::At(low) => ("ge", low),
-        Least::Above(low) => ("gt", low),
-    };
-    Some((comparison, number(low), number(high)))
 }

@@ -8,18 +8,19 @@
 
 mod trigonometry;
 
-use super::Lower;
+use crate::assemble::Assembler;
 use crate::ir::{Bin, Op, Reg, Site, Ty, Un};
 
 /// One of the functions, in one of the two precisions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Function {
-    what: What,
+pub(crate) struct TypedFunction {
+    pub what: MathFunction,
     pub ty: Ty,
 }
 
+/// A function that is expanded into a polynomial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum What {
+pub enum MathFunction {
     Exp,
     Exp2,
     Log,
@@ -30,47 +31,67 @@ enum What {
     Pow,
 }
 
-impl Function {
-    pub(super) fn named(name: &str) -> Option<Function> {
+impl MathFunction {
+    pub const ALL: [MathFunction; 8] = [
+        MathFunction::Exp,
+        MathFunction::Exp2,
+        MathFunction::Log,
+        MathFunction::Log2,
+        MathFunction::Sin,
+        MathFunction::Cos,
+        MathFunction::Tanh,
+        MathFunction::Pow,
+    ];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            MathFunction::Exp => "exp",
+            MathFunction::Exp2 => "exp2",
+            MathFunction::Log => "log",
+            MathFunction::Log2 => "log2",
+            MathFunction::Sin => "sin",
+            MathFunction::Cos => "cos",
+            MathFunction::Tanh => "tanh",
+            MathFunction::Pow => "pow",
+        }
+    }
+
+    pub fn operands(self) -> usize {
+        if self == MathFunction::Pow { 2 } else { 1 }
+    }
+}
+
+impl TypedFunction {
+    pub(crate) fn named(name: &str) -> Option<TypedFunction> {
         let (what, ty) = name.split_once('_')?;
-        let what = match what {
-            "exp" => What::Exp,
-            "exp2" => What::Exp2,
-            "log" => What::Log,
-            "log2" => What::Log2,
-            "sin" => What::Sin,
-            "cos" => What::Cos,
-            "tanh" => What::Tanh,
-            "pow" => What::Pow,
-            _ => return None,
-        };
+        let what = MathFunction::ALL.into_iter().find(|function| function.name() == what)?;
         match ty {
-            "f32" => Some(Function { what, ty: Ty::F32 }),
-            "f64" => Some(Function { what, ty: Ty::F64 }),
+            "f32" => Some(TypedFunction { what, ty: Ty::F32 }),
+            "f64" => Some(TypedFunction { what, ty: Ty::F64 }),
             _ => None,
         }
     }
 
-    pub(super) fn operands(self) -> usize {
-        if self.what == What::Pow { 2 } else { 1 }
+    pub(crate) fn operands(self) -> usize {
+        self.what.operands()
     }
 }
 
-impl Lower<'_, '_> {
+impl Assembler {
     /// Puts a function here. `x` and `y` are the same where there is one operand.
-    pub(super) fn expand(&mut self, function: Function, x: Reg, y: Reg, site: Site) -> Reg {
+    pub(crate) fn expand(&mut self, function: TypedFunction, x: Reg, y: Reg, site: Site) -> Reg {
         let numbers = if function.ty == Ty::F32 { &SINGLE } else { &DOUBLE };
-        let mut expand = Expand { lower: self, site, n: numbers };
+        let mut expand = Expand { asm: self, site, n: numbers };
         match function.what {
-            What::Exp => expand.exp(x),
-            What::Exp2 => expand.exp2(x),
-            What::Log => expand.log(x),
-            What::Log2 => expand.log2(x),
-            What::Sin => expand.sin_or_cos(x, false),
-            What::Cos => expand.sin_or_cos(x, true),
-            What::Tanh => expand.tanh(x),
-            What::Pow if function.ty == Ty::F32 => expand.pow_single(x, y),
-            What::Pow => expand.pow_double(x, y),
+            MathFunction::Exp => expand.exp(x),
+            MathFunction::Exp2 => expand.exp2(x),
+            MathFunction::Log => expand.log(x),
+            MathFunction::Log2 => expand.log2(x),
+            MathFunction::Sin => expand.sin_or_cos(x, false),
+            MathFunction::Cos => expand.sin_or_cos(x, true),
+            MathFunction::Tanh => expand.tanh(x),
+            MathFunction::Pow if function.ty == Ty::F32 => expand.pow_single(x, y),
+            MathFunction::Pow => expand.pow_double(x, y),
         }
     }
 }
@@ -250,8 +271,8 @@ const POW_DOUBLE: [f64; 7] = [
 ];
 
 /// Writes the operations of one function. Integers are as wide as the floats.
-struct Expand<'l, 'p, 'a> {
-    lower: &'l mut Lower<'p, 'a>,
+struct Expand<'l> {
+    asm: &'l mut Assembler,
     site: Site,
     n: &'static Numbers,
 }
@@ -265,16 +286,16 @@ macro_rules! binary {
     };
 }
 
-impl Expand<'_, '_, '_> {
+impl Expand<'_> {
     fn un(&mut self, op: Un, a: Reg) -> Reg {
-        let to = self.lower.register(op.to());
-        self.lower.push(Op::Un { op, to, a, site: self.site });
+        let to = self.asm.register(op.to());
+        self.asm.push(Op::Un { op, to, a, site: self.site });
         to
     }
 
     fn bin(&mut self, op: Bin, a: Reg, b: Reg) -> Reg {
-        let to = self.lower.register(op.to());
-        self.lower.push(Op::Bin { op, to, a, b, site: self.site });
+        let to = self.asm.register(op.to());
+        self.asm.push(Op::Bin { op, to, a, b, site: self.site });
         to
     }
 
@@ -319,8 +340,8 @@ impl Expand<'_, '_, '_> {
     }
 
     fn select(&mut self, condition: Reg, a: Reg, b: Reg) -> Reg {
-        let to = self.lower.register(self.lower.types[a.0 as usize]);
-        self.lower.push(Op::Select { to, condition, a, b });
+        let to = self.asm.register(self.asm.types[a.0 as usize]);
+        self.asm.push(Op::Select { to, condition, a, b });
         to
     }
 
@@ -334,15 +355,15 @@ impl Expand<'_, '_, '_> {
 
     fn number(&mut self, number: f64) -> Reg {
         let bits = self.bits_of(number);
-        self.lower.constant(self.n.ty, bits)
+        self.asm.constant(self.n.ty, bits)
     }
 
     fn int(&mut self, bits: u64) -> Reg {
-        self.lower.constant(if self.n.ty == Ty::F32 { Ty::I32 } else { Ty::I64 }, bits)
+        self.asm.constant(if self.n.ty == Ty::F32 { Ty::I32 } else { Ty::I64 }, bits)
     }
 
     fn small(&mut self, number: u32) -> Reg {
-        self.lower.constant(Ty::I32, u64::from(number))
+        self.asm.constant(Ty::I32, u64::from(number))
     }
 
     /// The bits of 1.

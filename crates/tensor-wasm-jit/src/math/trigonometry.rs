@@ -66,7 +66,7 @@ const COS_DOUBLE: [f64; 6] = [
     -1.135_964_804_227_16e-11,
 ];
 
-impl Expand<'_, '_, '_> {
+impl Expand<'_> {
     /// In double precision in either case: of single precision the polynomials are shorter and nothing is lost.
     pub(super) fn sin_or_cos(&mut self, x: Reg, is_cos: bool) -> Reg {
         let is_single = self.n.ty == Ty::F32;
@@ -93,8 +93,8 @@ impl Expand<'_, '_, '_> {
         };
         // Both ways come together in these.
         let merged = |own: &mut Self, from: Reg| {
-            let to = own.lower.register(own.lower.types[from.0 as usize]);
-            own.lower.push(Op::Move { to, from });
+            let to = own.asm.register(own.asm.types[from.0 as usize]);
+            own.asm.push(Op::Move { to, from });
             to
         };
         let (quarters, r, low) = (merged(self, quarters), merged(self, r), low.map(|low| merged(self, low)));
@@ -102,19 +102,19 @@ impl Expand<'_, '_, '_> {
         let (large, infinity) = (self.int(LARGE.to_bits()), self.int(f64::INFINITY.to_bits() - LARGE.to_bits()));
         let beyond = self.int_sub(bits, large);
         let is_large = self.int_lt_u(beyond, infinity);
-        let label = self.lower.label();
-        self.lower.push(Op::If { condition: is_large, label });
+        let label = self.asm.label();
+        self.asm.push(Op::If { condition: is_large, label });
         let found = match low {
             Some(low) => {
                 let (found, more, less) = self.reduce_large_double(bits);
-                self.lower.push(Op::Move { to: low, from: less });
+                self.asm.push(Op::Move { to: low, from: less });
                 (found, more)
             }
             None => self.reduce_large_single(bits),
         };
-        self.lower.push(Op::Move { to: quarters, from: found.0 });
-        self.lower.push(Op::Move { to: r, from: found.1 });
-        self.lower.push(Op::End { label });
+        self.asm.push(Op::Move { to: quarters, from: found.0 });
+        self.asm.push(Op::Move { to: r, from: found.1 });
+        self.asm.push(Op::End { label });
         // The cosine is a quarter ahead.
         let one = self.int(1);
         let quarters = if is_cos { self.int_add(quarters, one) } else { quarters };
