@@ -1,7 +1,7 @@
 //! Fenced kernels beside the same written by hand in CUDA C++ and compiled with `nvcc -O3`, on one GPU in one run:
-//! `cargo bench -p tensor-wasm-jit --bench kernels -- target/guests/kernels.wasm crates/tensor-wasm-jit/benches/kernels.cu`.
-//! Both sides get the same random inputs and poisoned outputs, and their outputs are compared. Results go to
-//! `bench-results/`, or to the folder named by `TENSOR_WASM_RESULTS`.
+//! `cargo bench -p tensor-wasm-jit --bench kernels -- target/guests/kernels.wasm
+//! crates/tensor-wasm-jit/benches/kernels.cu`. Both sides get the same random inputs and poisoned outputs, and their
+//! outputs are compared. Results go to `bench-results/`, or to the folder named by `TENSOR_WASM_RESULTS`.
 
 #![allow(dead_code, reason = "the report's file belongs to another program too")]
 #![allow(

@@ -1,6 +1,7 @@
-//! Writes a kernel's operations, one at a time: what lowering from Wasm (`lower/`) and a host that builds a kernel (`build.rs`)
-//! have in common. It gives out registers and labels, remembers where in the source an operation comes from, and knows what is
-//! written as several operations. It does not check types: Wasm's validator has, or the builder does.
+//! Writes a kernel's operations, one at a time: what lowering from Wasm (`lower/`) and a host that builds a kernel
+//! (`build.rs`) have in common. It gives out registers and labels, remembers where in the source an operation comes
+//! from, and knows what is written as several operations. It does not check types: Wasm's validator has, or the builder
+//! does.
 
 use std::collections::HashMap;
 
@@ -20,14 +21,24 @@ const BYTE: Access = Access { bytes: 1, is_signed: false };
 
 /// What is known about the value of a register that is assigned once.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Known {
+pub(crate) enum KnownValue {
     Nothing,
     Constant(u64),
     /// The stack pointer as it was at first, less this.
     Stack(u32),
 }
 
-/// A branch, and the registers it assigns on the way: where paths meet, each of them moves what it has into the same ones.
+/// A block that has begun; of an `if`, which side of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BlockKind {
+    Block,
+    Loop,
+    If,
+    Else,
+}
+
+/// A branch, and the registers it assigns on the way: where paths meet, each of them moves what it has into the same
+/// ones.
 pub(crate) struct Jump {
     pub label: Label,
     pub to: Vec<Reg>,
@@ -39,7 +50,7 @@ pub(crate) struct Assembler {
     pub ops: Vec<Op>,
     pub types: Vec<Ty>,
     pub sites: Vec<SourceLocation>,
-    pub known: Vec<Known>,
+    pub known: Vec<KnownValue>,
     labels: u32,
     shared_bytes: u32,
     barriers: usize,
@@ -48,7 +59,7 @@ pub(crate) struct Assembler {
 impl Assembler {
     pub(crate) fn register(&mut self, ty: Ty) -> Reg {
         self.types.push(ty);
-        self.known.push(Known::Nothing);
+        self.known.push(KnownValue::Nothing);
         Reg(u32::try_from(self.types.len() - 1).unwrap_or(u32::MAX))
     }
 
@@ -58,12 +69,12 @@ impl Assembler {
 
     pub(crate) fn constant(&mut self, ty: Ty, bits: u64) -> Reg {
         let to = self.register(ty);
-        self.known[to.0 as usize] = Known::Constant(bits);
+        self.known[to.0 as usize] = KnownValue::Constant(bits);
         self.push(Op::Const { to, bits });
         to
     }
 
-    pub(crate) fn known(&self, reg: Reg) -> Known {
+    pub(crate) fn known(&self, reg: Reg) -> KnownValue {
         self.known[reg.0 as usize]
     }
 
@@ -115,7 +126,7 @@ impl Assembler {
 
     /// The same in a dimension that is computed. Those other than 0, 1 and 2 have one item of number 0.
     pub(crate) fn id_of(&mut self, id: Id, dimension: Reg, site: Site) -> Reg {
-        if let Known::Constant(bits) = self.known(dimension) {
+        if let KnownValue::Constant(bits) = self.known(dimension) {
             let axis = usize::try_from(bits).ok().and_then(|n| Axis::ALL.get(n));
             return match axis {
                 Some(axis) => self.id(id, *axis),
@@ -193,8 +204,8 @@ impl Assembler {
         self.push(Op::End { label: around });
     }
 
-    /// The last label is where every other index goes. There is one jump for each label, however often that is listed, the
-    /// innermost first.
+    /// The last label is where every other index goes. There is one jump for each label, however often that is listed,
+    /// the innermost first.
     pub(crate) fn jump_table(&mut self, index: Reg, labels: Vec<Label>, jumps: &[Jump]) {
         if jumps.iter().all(|jump| jump.to.is_empty()) {
             return self.push(Op::BranchTable { index, labels });

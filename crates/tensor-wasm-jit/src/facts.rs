@@ -1,16 +1,17 @@
-//! What is known about registers, whatever path was taken: where an address comes from, how it is aligned, and whether a
-//! float's NaN is one that was computed. Each is found by going over the operations until nothing changes.
+//! What is known about registers, whatever path was taken (a dataflow analysis to a fixed point): the provenance of an
+//! address, that is, which window it comes from; how it is aligned; whether a float's NaN is one that was computed;
+//! constants. Legalisation decides by it, and the emitters ask it what a register is a fixed distance from.
 //!
-//! Nothing here is needed for safety: the fence checks every access in any case, against the window that is named here or
-//! against all of them. Where an address comes from must be right for results to be right: an access through the wrong
-//! window would trap.
+//! Nothing here is needed for safety: the fence checks every access in any case, against the window that is named here
+//! or against all of them. Where an address comes from must be right for results to be right: an access through the
+//! wrong window would trap.
 
 use std::collections::HashMap;
 
 use crate::ir::{Bin, BinaryClass, Body, Op, Reg, Ty, UnaryClass, low_half};
 
-/// Operations that assign no register, of which there is nothing to know. One that is added has to be put here, or into the
-/// matches that use this.
+/// Operations that assign no register, of which there is nothing to know. One that is added has to be put here, or into
+/// the matches that use this.
 macro_rules! assigns_nothing {
     () => {
         Op::Barrier { .. }
@@ -32,13 +33,13 @@ macro_rules! assigns_nothing {
     };
 }
 
-/// Going over the operations this often finds nearly everything; what still changes then is taken to be unknown. Code that
-/// needs more is made to.
+/// Going over the operations this often finds nearly everything; what still changes then is taken to be unknown. Code
+/// that needs more is made to.
 const ROUNDS_MAX: usize = 12;
 
 /// What an address is computed from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Source {
+pub(crate) enum AddressSource {
     Param(u16),
     Stack,
     Shared,
@@ -49,14 +50,14 @@ pub(crate) enum Source {
 enum Origin {
     /// Not assigned yet, as far as is known.
     Unset,
-    Sum([Option<(Source, i8)>; 2]),
+    Sum([Option<(AddressSource, i8)>; 2]),
     Unknown,
 }
 
 const NUMBER: Origin = Origin::Sum([None, None]);
 
 impl Origin {
-    fn from(source: Source) -> Origin {
+    fn from(source: AddressSource) -> Origin {
         Origin::Sum([Some((source, 1)), None])
     }
 
@@ -72,7 +73,7 @@ impl Origin {
         let (Origin::Sum(a), Origin::Sum(b)) = (self, other) else {
             return if self == Origin::Unset || other == Origin::Unset { Origin::Unset } else { Origin::Unknown };
         };
-        let mut terms: Vec<(Source, i8)> = a.into_iter().flatten().collect();
+        let mut terms: Vec<(AddressSource, i8)> = a.into_iter().flatten().collect();
         for (source, times) in b.into_iter().flatten() {
             match terms.iter_mut().find(|(own, _)| *own == source) {
                 Some((_, own)) => *own += times * sign,
@@ -94,11 +95,11 @@ impl Origin {
     }
 }
 
-fn order(source: Source) -> u32 {
+fn order(source: AddressSource) -> u32 {
     match source {
-        Source::Param(n) => u32::from(n),
-        Source::Stack => 1 << 16,
-        Source::Shared => 1 << 17,
+        AddressSource::Param(n) => u32::from(n),
+        AddressSource::Stack => 1 << 16,
+        AddressSource::Shared => 1 << 17,
     }
 }
 
@@ -144,7 +145,7 @@ impl Facts {
             let is_window = windows.get(n).copied().unwrap_or(false);
             let at = reg.0 as usize;
             facts.origins[at] = match u16::try_from(n) {
-                Ok(n) if is_window => Origin::from(Source::Param(n)),
+                Ok(n) if is_window => Origin::from(AddressSource::Param(n)),
                 _ => NUMBER,
             };
             facts.zeros[at] = if is_window { 4 } else { 0 };
@@ -167,9 +168,10 @@ impl Facts {
         for op in &body.ops {
             let Some(to) = op.to() else { continue };
             let at = to.0 as usize;
-            let origin = match body.stack_pointer == Some(to) {
-                true => Origin::from(Source::Stack),
-                false => self.origins[at].join(self.origin(op)),
+            let origin = if body.stack_pointer == Some(to) {
+                Origin::from(AddressSource::Stack)
+            } else {
+                self.origins[at].join(self.origin(op))
             };
             let zeros = self.zeros[at].min(self.low_zeros(op));
             let (nan, more) = (self.nans[at], self.nan(body, op));
@@ -219,7 +221,7 @@ impl Facts {
                 | BinaryClass::Copysign => NUMBER,
             },
             Op::Select { a, b, .. } => of(a).join(of(b)),
-            Op::Shared { .. } => Origin::from(Source::Shared),
+            Op::Shared { .. } => Origin::from(AddressSource::Shared),
             Op::Const { .. }
             | Op::Canonical { .. }
             | Op::Un { .. }
@@ -329,8 +331,8 @@ impl Facts {
         self.beyond.get(&reg).map(|(_, beyond)| *beyond)
     }
 
-    /// A register that is computed from another always belongs to the other's value of the moment: where paths meet, it would
-    /// be another register. So what holds where it is assigned holds wherever it is used.
+    /// A register that is computed from another always belongs to the other's value of the moment: where paths meet, it
+    /// would be another register. So what holds where it is assigned holds wherever it is used.
     fn find_roots(&self, body: &Body) -> Vec<(Reg, i32)> {
         let count = u32::try_from(body.types.len()).unwrap_or(u32::MAX);
         let mut roots: Vec<(Reg, i32)> = (0..count).map(|n| (Reg(n), 0)).collect();
@@ -353,7 +355,7 @@ impl Facts {
     }
 
     /// Where an address comes from, if from one place only.
-    pub(crate) fn source(&self, reg: Reg) -> Option<Source> {
+    pub(crate) fn source(&self, reg: Reg) -> Option<AddressSource> {
         match self.origins[reg.0 as usize] {
             Origin::Sum([Some((source, 1)), None]) => Some(source),
             Origin::Sum(_) | Origin::Unset | Origin::Unknown => None,
@@ -389,7 +391,8 @@ impl Facts {
         }
     }
 
-    /// Whether the register also holds NaNs whose bits must be kept, so that computed ones are made the one NaN as they come.
+    /// Whether the register also holds NaNs whose bits must be kept, so that computed ones are made the one NaN as they
+    /// come.
     pub(crate) fn is_mixed(&self, reg: Reg) -> bool {
         let nan = self.nans[reg.0 as usize];
         nan.computed && nan.raw
@@ -404,7 +407,7 @@ pub(crate) fn pointers(body: &Body) -> Vec<bool> {
     for op in &body.ops {
         let range_start = if let Op::CheckRange { start, .. } = op { Some(*start) } else { None };
         let Some(address) = op.access().map(|(at, _)| at.base).or(range_start) else { continue };
-        if let Some(Source::Param(n)) = facts.source(address) {
+        if let Some(AddressSource::Param(n)) = facts.source(address) {
             pointers[usize::from(n)] = true;
         }
     }

@@ -1,5 +1,6 @@
-//! Accesses that are checked together: those of one width whose addresses are a fixed distance apart, with nothing between
-//! them that could keep the later ones from being reached. And loads among them that are done at once, as a vector.
+//! Accesses of a legalised kernel that are checked together: those of one width whose addresses are a fixed distance
+//! apart, with nothing between them that could keep the later ones from being reached. And loads among them that are
+//! done at once, as a vector.
 
 use std::collections::HashMap;
 
@@ -17,7 +18,7 @@ const VECTOR_BYTES_MAX: i64 = 16;
 
 /// What an access has in common with others.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Member {
+pub(crate) struct GroupMember {
     pub group: usize,
     /// The register that all of them are a fixed distance from.
     pub root: Reg,
@@ -34,7 +35,7 @@ pub(crate) struct Member {
 
 /// A load's part in a vector.
 #[derive(Debug, Clone)]
-pub(crate) enum Part {
+pub(crate) enum VectorPart {
     /// It loads all of them, from the lowest on.
     Lead { registers: Vec<Reg>, distance: u32, from_root: i32 },
     /// It was loaded before.
@@ -42,23 +43,23 @@ pub(crate) enum Part {
 }
 
 #[derive(Debug, Default)]
-pub(crate) struct Groups {
-    pub members: HashMap<usize, Member>,
-    pub vectors: HashMap<usize, Part>,
+pub(crate) struct AccessGroups {
+    pub members: HashMap<usize, GroupMember>,
+    pub vectors: HashMap<usize, VectorPart>,
     count: usize,
 }
 
 #[derive(Debug)]
-struct Group {
+struct OpenGroup {
     root: Reg,
     bytes: u32,
     low: i64,
     high: i64,
-    accesses: Vec<Access>,
+    accesses: Vec<GroupedAccess>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Access {
+struct GroupedAccess {
     operation: usize,
     /// From the root.
     distance: i64,
@@ -69,15 +70,15 @@ struct Access {
 }
 
 /// Finds the groups, for operations by their numbers.
-pub(crate) fn groups(body: &Body, facts: &Facts) -> Groups {
-    let mut groups = Groups::default();
-    let mut open: HashMap<(Reg, u32), Group> = HashMap::new();
+pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
+    let mut groups = AccessGroups::default();
+    let mut open: HashMap<(Reg, u32), OpenGroup> = HashMap::new();
     let mut epoch = 0;
     for (n, op) in body.ops.iter().enumerate() {
         // A check that traps does not end a group: the launch has failed then, whichever check finds it first.
         if op.flow() != Flow::Straight {
             // In one order, so that the same kernel is always compiled the same.
-            let mut ended: Vec<Group> = open.drain().map(|(_, group)| group).collect();
+            let mut ended: Vec<OpenGroup> = open.drain().map(|(_, group)| group).collect();
             ended.sort_unstable_by_key(|group| group.accesses.first().map_or(0, |access| access.operation));
             ended.into_iter().for_each(|group| groups.close(group, body, facts));
             continue;
@@ -97,20 +98,20 @@ pub(crate) fn groups(body: &Body, facts: &Facts) -> Groups {
         let (root, distance) = facts.root(at.base);
         let distance = i64::from(distance) + i64::from(at.offset);
         let (low, high) = (distance, distance + i64::from(bytes));
-        let fresh = || Group { root, bytes, low, high, accesses: Vec::new() };
+        let fresh = || OpenGroup { root, bytes, low, high, accesses: Vec::new() };
         let group = open.entry((root, bytes)).or_insert_with(fresh);
         if high.max(group.high) - low.min(group.low) > REACH_MAX {
             groups.close(std::mem::replace(group, fresh()), body, facts);
         }
         (group.low, group.high) = (group.low.min(low), group.high.max(high));
-        group.accesses.push(Access { operation: n, distance, loaded, epoch });
+        group.accesses.push(GroupedAccess { operation: n, distance, loaded, epoch });
     }
     groups
 }
 
-impl Groups {
-    fn close(&mut self, group: Group, body: &Body, facts: &Facts) {
-        let Group { root, bytes, mut low, high, accesses } = group;
+impl AccessGroups {
+    fn close(&mut self, group: OpenGroup, body: &Body, facts: &Facts) {
+        let OpenGroup { root, bytes, mut low, high, accesses } = group;
         if accesses.len() < 2 || self.count >= GROUPS_MAX {
             return;
         }
@@ -123,7 +124,7 @@ impl Groups {
         let near = |distance: i64| u32::try_from(distance - low).unwrap_or(0);
         let small = |distance: i64| i32::try_from(distance).unwrap_or(0);
         for (at, access) in accesses.iter().enumerate() {
-            let member = Member {
+            let member = GroupMember {
                 group: self.count,
                 root,
                 distance: near(access.distance),
@@ -138,10 +139,11 @@ impl Groups {
             let Some(lead) = vector.iter().map(|access| access.operation).min() else { continue };
             let distance = vector.first().map_or(0, |access| access.distance);
             for access in &vector {
-                self.vectors.insert(access.operation, Part::Rest);
+                self.vectors.insert(access.operation, VectorPart::Rest);
             }
             let registers = vector.iter().filter_map(|access| access.loaded).collect();
-            self.vectors.insert(lead, Part::Lead { registers, distance: near(distance), from_root: small(distance) });
+            self.vectors
+                .insert(lead, VectorPart::Lead { registers, distance: near(distance), from_root: small(distance) });
         }
     }
 }
@@ -151,8 +153,14 @@ fn length(count: usize, bytes: u32) -> i64 {
 }
 
 /// Loads that lie side by side and begin at a multiple of their size, with no store between them: twos and fours.
-fn vectors(root: Reg, bytes: u32, accesses: &[Access], facts: &Facts, ty: impl Fn(Reg) -> Ty) -> Vec<Vec<Access>> {
-    let mut loads: Vec<Access> = accesses.iter().filter(|access| access.loaded.is_some()).copied().collect();
+fn vectors(
+    root: Reg,
+    bytes: u32,
+    accesses: &[GroupedAccess],
+    facts: &Facts,
+    ty: impl Fn(Reg) -> Ty,
+) -> Vec<Vec<GroupedAccess>> {
+    let mut loads: Vec<GroupedAccess> = accesses.iter().filter(|access| access.loaded.is_some()).copied().collect();
     if bytes < 4 {
         return Vec::new();
     }

@@ -1,4 +1,5 @@
-//! What comes out of the compiler, and the layout of the two blocks of memory that a kernel shares with whoever launches it.
+//! What comes out of the compiler, and the layout of the two blocks of memory that a kernel shares with whoever
+//! launches it.
 
 use crate::ir::{TrapKind, Ty};
 use crate::refusal::SourceLocation;
@@ -12,7 +13,8 @@ pub struct KernelImage {
     pub entry: String,
     pub ptx: String,
     pub params: Vec<Param>,
-    /// What the window of each parameter must have at least. For a smaller one the kernel is compiled for small windows.
+    /// What the window of each parameter must have at least. For a smaller one the kernel is compiled for small
+    /// windows.
     pub window_bytes_min: Vec<u32>,
     /// Windows lie from here on, in the kernel's addresses: below are its own stack and data, and what wraps around.
     pub windows_from: u32,
@@ -29,8 +31,8 @@ impl KernelImage {
     }
 }
 
-/// A parameter of a kernel, as it is laid out in a launch's parameter block. After all of them come the addresses of the
-/// control block and of the record, the number of the launch, and its budget in ticks.
+/// A parameter of a kernel, as it is laid out in a launch's parameter block. After all of them come the addresses of
+/// the control block and of the record, the number of the launch, and its budget in ticks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Param {
     Scalar(Ty),
@@ -41,7 +43,7 @@ pub enum Param {
 /// The layout of a control block: in device memory, one for each stream, zero at first and never reset.
 #[derive(Debug, Clone, Copy)]
 pub struct ControlLayout {
-    /// The launch's number above the earliest tick that was seen, turned around.
+    /// The launch's number above the complement of the earliest tick that was seen.
     pub start: u32,
     /// The number of the launch that is to stop: the first of several copies, so far apart.
     pub stop: u32,

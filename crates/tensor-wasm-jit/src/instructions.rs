@@ -1,4 +1,5 @@
-//! Wasm's instructions about memory, as what they do: how many bytes, and how they are extended. And the names of others.
+//! Wasm's instructions about memory, as what they do: how many bytes, and how they are extended. And the names of
+//! others.
 
 use wasmparser::Operator;
 

@@ -1,5 +1,6 @@
-//! The operations of a kernel between Wasm and PTX, all of them listed here. A kernel is one flat list of operations over
-//! typed registers, with the structure of Wasm's control flow kept: what a kernel calls is part of it already.
+//! The operations of a kernel between Wasm, or a host that builds one, and PTX or Wasm again: all of them are listed
+//! here. A kernel is one flat list of operations over typed registers, with the structure of Wasm's control flow kept:
+//! what a kernel calls is part of it already.
 //!
 //! A register is assigned by one operation, or by moves where paths meet. What is known about registers is found by
 //! `facts.rs`.
@@ -358,8 +359,8 @@ operations! {
 }
 
 operations! {
-    /// Functions of module `kernel` that a device computes in one instruction and Wasm has none for. Each makes a float; where
-    /// that is a NaN, it is the canonical one.
+    /// Functions of module `kernel` that a device computes in one instruction and Wasm has none for. Each makes a
+    /// float; where that is a NaN, it is the canonical one.
     pub(crate) Math {
         FmaF32 "fma_f32" F32 F32 F32 => F32,
         FmaF64 "fma_f64" F64 F64 F64 => F64,
@@ -478,8 +479,8 @@ const OFFSET_WRAPS: u32 = 1 << 16;
 pub(crate) struct Address {
     pub base: Reg,
     pub offset: u32,
-    /// Where it is and whether it is a multiple of the access's size, as far as is known: nothing before `legalize.rs` has
-    /// looked at the whole kernel.
+    /// Where it is and whether it is a multiple of the access's size, as far as is known: nothing before `legalize.rs`
+    /// has looked at the whole kernel.
     pub region: Region,
     pub is_aligned: bool,
 }

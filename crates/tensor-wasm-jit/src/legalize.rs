@@ -1,20 +1,22 @@
-//! From a kernel's operations to those that both emitters translate as they stand. What Wasm says implicitly is said here in
-//! operations and facts of their own, once for every device:
+//! From a kernel's operations to those that both emitters translate as they stand. What Wasm says implicitly is said
+//! here in operations and facts of their own, once for every device:
 //!
-//! - A division or conversion that may trap is preceded by checks ([`Op::TrapIf`]); so is an atomic that may be unaligned.
-//! - Of the NaNs that operations make there is only one. It becomes that one ([`Op::Canonical`]) where its bits are looked at:
-//!   before a store, a reinterpretation, a change of sign, and where it meets NaNs whose bits are kept (`facts.rs`).
-//! - An access says which region it goes to and whether it is aligned ([`Address`]): the window its address comes from, the
-//!   stack, shared memory, or any of them. Atomics on the private stack are looked up among the others, and not found. A window
-//!   that may be smaller than an access, or empty, is a region of another kind.
+//! - A division or conversion that may trap is preceded by checks ([`Op::TrapIf`]); so is an atomic that may be
+//!   unaligned.
+//! - Of the NaNs that operations make there is only one. It becomes that one ([`Op::Canonical`]) where its bits are
+//!   looked at: before a store, a reinterpretation, a change of sign, and where it meets NaNs whose bits are kept
+//!   (`facts.rs`).
+//! - An access says which region it goes to and whether it is aligned ([`Address`]): the window its address comes from,
+//!   the stack, shared memory, or any of them. Atomics on the private stack are looked up among the others, and not
+//!   found. A window that may be smaller than an access, or empty, is a region of another kind.
 //! - Where an address may be of any region, which ones an access may find is decided here too ([`Lookup`]).
 //!
-//! Accesses that are checked together are found on the result (`groups.rs`). What stays in the emitters, because it is how a
-//! device is fenced rather than what a kernel means: PTX clamps an offset and traps later (`ptx/memory.rs`), checks counted
-//! loops before they begin (`ptx/counted.rs`), and polls; Wasm traps at once.
+//! Accesses that are checked together are found on the result (`groups.rs`). What stays in the emitters, because it is
+//! how a device is fenced rather than what a kernel means: PTX clamps an offset and traps later (`ptx/memory.rs`),
+//! checks counted loops before they begin (`ptx/counted.rs`), and polls; Wasm traps at once.
 
-use crate::facts::{Facts, Source};
-use crate::groups::{self, Groups};
+use crate::facts::{AddressSource, Facts};
+use crate::groups::{self, AccessGroups};
 use crate::ir::{Address, BinaryClass, Body, Op, Reg, Region, SHARED_ADDRESS, Site, Test, TrapKind, Ty, UnaryClass};
 
 /// What is known about the sizes of windows before a launch.
@@ -32,9 +34,9 @@ pub(crate) struct Legal {
     /// About the registers that the kernel had before; of those that were added nothing is known.
     pub facts: Facts,
     pub windows: Vec<bool>,
-    pub groups: Groups,
-    /// For each operation, and for the end, the operations before it that the kernel itself has: what a loop costs does not
-    /// depend on its checks.
+    pub groups: AccessGroups,
+    /// For each operation, and for the end, the operations before it that the kernel itself has: what a loop costs does
+    /// not depend on its checks.
     costs: Vec<u32>,
 }
 
@@ -288,13 +290,13 @@ impl Legalizer<'_> {
     fn region(&self, base: Reg) -> Region {
         let is_window = |n: u16| self.windows.get(usize::from(n)).copied().unwrap_or(false);
         match self.facts.source(base) {
-            Some(Source::Param(n)) if is_window(n) => match self.sizes {
+            Some(AddressSource::Param(n)) if is_window(n) => match self.sizes {
                 WindowSizes::FitAccesses => Region::Window(n),
                 WindowSizes::Any => Region::SmallWindow(n),
             },
-            Some(Source::Stack) if self.body.stack_bytes > 0 => Region::Stack,
-            Some(Source::Shared) if self.body.shared_bytes > 0 => Region::Shared,
-            Some(Source::Param(_) | Source::Stack | Source::Shared) | None => Region::Any,
+            Some(AddressSource::Stack) if self.body.stack_bytes > 0 => Region::Stack,
+            Some(AddressSource::Shared) if self.body.shared_bytes > 0 => Region::Shared,
+            Some(AddressSource::Param(_) | AddressSource::Stack | AddressSource::Shared) | None => Region::Any,
         }
     }
 }

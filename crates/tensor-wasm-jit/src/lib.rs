@@ -1,26 +1,46 @@
-//! Kernels are Wasm: compiles the kernels of a core Wasm module to PTX that cannot leave the memory it is given and cannot
-//! run for ever, and runs that PTX in an emulator where there is no GPU. A pure function of its input: no I/O, no threads, no
-//! unsafe code, no panics.
+//! Kernels are Wasm: compiles the kernels of a core Wasm module to PTX that cannot leave the memory it is given and
+//! cannot run for ever, and runs that PTX in an emulator where there is no GPU. A pure function of its input: no I/O,
+//! no threads, no unsafe code, no panics.
 //!
 //! ```text
-//! bytes → Program (profile) → Body (lower) → Facts → PTX (ptx) → KernelImage
+//! bytes → Program ─┐                  ┌─ Facts ─┐           ┌→ PTX  (ptx)  → KernelImage
+//!        (profile) ├ lower ─→ Body ───┤         ├→ Legal ───┤
+//!   a host's calls ┴ build            └─────────┘ (legalize)└→ Wasm (host) → HostImage
 //! ```
+//!
+//! In that order: `profile` reads a module; `lower` makes operations (`ir`) of it, by way of `assemble` and `math`,
+//! which `build` uses too for what a host builds; `pressure` refuses what a device's assembler would choke on; `facts`
+//! finds out about registers; `legalize` says in operations what Wasm only implies, with `groups` of accesses that are
+//! checked together; `ptx`, with `loops`, and `host` translate. What they return is in `image`, why they refuse in
+//! `refusal`.
 
+// Where operations are matched, a wildcard would swallow a new one: each pass has to say what it means.
+#[warn(clippy::wildcard_enum_match_arm)]
 mod assemble;
-pub mod emulate;
+#[warn(clippy::wildcard_enum_match_arm)]
 mod facts;
+#[warn(clippy::wildcard_enum_match_arm)]
 mod groups;
+#[warn(clippy::wildcard_enum_match_arm)]
 mod host;
+#[warn(clippy::wildcard_enum_match_arm)]
+mod ir;
+#[warn(clippy::wildcard_enum_match_arm)]
+mod legalize;
+#[warn(clippy::wildcard_enum_match_arm)]
+mod loops;
+#[warn(clippy::wildcard_enum_match_arm)]
+mod math;
+#[warn(clippy::wildcard_enum_match_arm)]
+mod pressure;
+#[warn(clippy::wildcard_enum_match_arm)]
+mod ptx;
+
+pub mod emulate;
 mod image;
 mod instructions;
-mod ir;
-mod legalize;
-mod loops;
 mod lower;
-mod math;
-mod pressure;
 mod profile;
-mod ptx;
 mod refusal;
 
 pub use crate::assemble::{OPS_MAX, SHARED_BYTES_MAX};
@@ -80,8 +100,8 @@ impl Program<'_> {
         Ok(facts::pointers(&body))
     }
 
-    /// Compiles any exported function, with two windows before its parameters: one for results and globals, eight bytes each
-    /// (globals from byte 512 on), and one that is the module's memory. For comparing with other engines.
+    /// Compiles any exported function, with two windows before its parameters: one for results and globals, eight bytes
+    /// each (globals from byte 512 on), and one that is the module's memory. For comparing with other engines.
     pub fn compile_call(&self, function: &str) -> Result<KernelImage, Refusal> {
         let body = lower::lower_call(self, function)?;
         pressure::check(&body)?;

@@ -1,9 +1,9 @@
-//! Loops that count: how often they go round, and which addresses go along with the count. For those the fence looks once,
-//! before the loop, and the loop itself runs without it.
+//! Counted loops: how often they go round (the trip count), and which addresses are induction variables, that is,
+//! advance by the same stride each time. For those the fence checks once, before the loop, and the loop itself runs
+//! without it (`ptx/counted.rs`). Found on a legalised kernel.
 //!
-//! Such a loop has no loop inside, goes round only from its end, and ends when a counter, to which a constant is added each
-//! time, reaches a number that does not change. An address goes along if what is added to it each time does not change
-//! either. Compilers leave loops in this form.
+//! Such a loop has no loop inside, goes round only from its end, and ends when its counter, an induction variable of
+//! constant stride, reaches a loop-invariant number. Compilers leave loops in this form after strength reduction.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,11 +14,11 @@ use crate::legalize::Legal;
 /// Loops of more operations gain little and would be there twice.
 const OPS_MAX: usize = 400;
 
-/// What is added to a register each time round.
+/// The stride of an induction variable: what is added to it each time round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum Stride {
     Constant(i32),
-    /// What does not change in the loop, shifted left.
+    /// A loop invariant, shifted left.
     Register(Reg, u32),
 }
 
@@ -28,24 +28,24 @@ pub(crate) type Moves = Vec<(Reg, Reg)>;
 /// A register, how far it is shifted left, and whether it is subtracted.
 pub(crate) type Term = (Reg, u32, bool);
 
-/// An address that goes along with the count.
+/// An address that is an induction variable.
 #[derive(Debug, Clone)]
-pub(crate) struct Pointer {
+pub(crate) struct InductionPointer {
     /// The register that accesses are a fixed distance from.
     pub address: Reg,
     /// Where they all go: what is a fixed distance from one address comes from the same.
     pub region: Region,
     /// Its value before the loop is the sum of these.
     pub terms: Vec<Term>,
-    pub step: Step,
+    pub step: Stride,
     /// The lowest byte that is accessed and the end of the highest, relative to the address.
     pub low: i32,
     pub high: i32,
 }
 
-/// A loop that counts.
+/// A counted loop.
 #[derive(Debug, Clone)]
-pub(crate) struct Counted {
+pub(crate) struct CountedLoop {
     pub label: Label,
     /// The operations of its body, without those that go round.
     pub body: std::ops::Range<usize>,
@@ -61,22 +61,22 @@ pub(crate) struct Counted {
     pub until: Option<Reg>,
     /// Whether it is the counter before the step that is compared.
     pub is_before_step: bool,
-    pub pointers: Vec<Pointer>,
+    pub pointers: Vec<InductionPointer>,
     /// Labels of blocks inside.
     pub labels: HashSet<u32>,
 }
 
 /// The counted loop that begins with an operation, if it is one.
-pub(crate) fn counted(legal: &Legal, start: usize) -> Option<Counted> {
+pub(crate) fn counted(legal: &Legal, start: usize) -> Option<CountedLoop> {
     let (body, facts) = (&legal.body, &legal.facts);
     let Op::Loop { label } = body.ops[start] else { return None };
     let (end, labels) = end_of(legal, start, label)?;
     let (tail, condition, moves) = tail_of(body, start, end, label)?;
-    let mut inside: HashMap<Reg, Assigned> = HashMap::new();
+    let mut inside: HashMap<Reg, Assignment> = HashMap::new();
     for (n, op) in body.ops.iter().enumerate().take(end).skip(start + 1) {
         if let Some(to) = op.to() {
-            let often = |own: &mut Assigned| *own = Assigned::Often;
-            inside.entry(to).and_modify(often).or_insert(Assigned::Once(n));
+            let often = |own: &mut Assignment| *own = Assignment::Often;
+            inside.entry(to).and_modify(often).or_insert(Assignment::Once(n));
         }
     }
     let headers: HashMap<Reg, Reg> = moves.iter().copied().collect();
@@ -84,9 +84,9 @@ pub(crate) fn counted(legal: &Legal, start: usize) -> Option<Counted> {
     if headers.len() != moves.len() || moves.iter().any(|(_, from)| headers.contains_key(from)) {
         return None;
     }
-    let view = View { body, facts, inside, moves: &moves, headers };
+    let view = LoopView { body, facts, inside, moves: &moves, headers };
     let (counter, counter_step, until, is_before_step) = view.condition(condition)?;
-    let mut pointers: HashMap<Reg, Pointer> = HashMap::new();
+    let mut pointers: HashMap<Reg, InductionPointer> = HashMap::new();
     let mut failed: HashSet<Reg> = HashSet::new();
     for op in &body.ops[start + 1..tail] {
         let (Op::Load { at, access, .. } | Op::Store { at, access, .. }) = op else { continue };
@@ -110,7 +110,7 @@ pub(crate) fn counted(legal: &Legal, start: usize) -> Option<Counted> {
             }
             std::collections::hash_map::Entry::Vacant(place) => match view.pointer(address) {
                 Some((terms, step)) => {
-                    place.insert(Pointer { address, region: at.region, terms, step, low, high });
+                    place.insert(InductionPointer { address, region: at.region, terms, step, low, high });
                 }
                 None => {
                     failed.insert(address);
@@ -118,9 +118,9 @@ pub(crate) fn counted(legal: &Legal, start: usize) -> Option<Counted> {
             },
         }
     }
-    let mut pointers: Vec<Pointer> = pointers.into_values().collect();
+    let mut pointers: Vec<InductionPointer> = pointers.into_values().collect();
     pointers.sort_unstable_by_key(|pointer| pointer.address);
-    Some(Counted {
+    Some(CountedLoop {
         label,
         body: start + 1..tail,
         moves_at: if moves.is_empty() { tail..tail } else { tail + 1..tail + 1 + moves.len() },
@@ -183,23 +183,23 @@ fn tail_of(body: &Body, start: usize, end: usize, label: Label) -> Option<(usize
 }
 
 /// How a register is assigned in a loop.
-enum Assigned {
+enum Assignment {
     Once(usize),
     Often,
 }
 
 /// What the registers of a loop are.
-struct View<'b> {
+struct LoopView<'b> {
     body: &'b Body,
     facts: &'b Facts,
     /// Registers that are assigned inside, and where.
-    inside: HashMap<Reg, Assigned>,
+    inside: HashMap<Reg, Assignment>,
     moves: &'b Moves,
     /// Registers that are moved to as it goes round, and from what.
     headers: HashMap<Reg, Reg>,
 }
 
-impl View<'_> {
+impl LoopView<'_> {
     fn is_fixed(&self, reg: Reg) -> bool {
         !self.inside.contains_key(&reg) || self.facts.constant(reg).is_some()
     }
@@ -210,14 +210,14 @@ impl View<'_> {
 
     fn definition(&self, reg: Reg) -> Option<&Op> {
         match self.inside.get(&reg)? {
-            Assigned::Once(at) if self.facts.is_single(reg) => Some(&self.body.ops[*at]),
+            Assignment::Once(at) if self.facts.is_single(reg) => Some(&self.body.ops[*at]),
             // Where paths meet it may be one thing or another.
-            Assigned::Once(_) | Assigned::Often => None,
+            Assignment::Once(_) | Assignment::Often => None,
         }
     }
 
     /// What is added to a header each time round.
-    fn step(&self, header: Reg) -> Option<Step> {
+    fn step(&self, header: Reg) -> Option<Stride> {
         let next = *self.headers.get(&header)?;
         let Op::Bin { op, a, b, .. } = self.definition(next)? else { return None };
         match op.class() {
@@ -230,13 +230,13 @@ impl View<'_> {
                     return None;
                 };
                 match self.number(other) {
-                    Some(number) => Some(Step::Constant(number)),
-                    None => self.is_fixed(other).then_some(Step::Register(other, 0)),
+                    Some(number) => Some(Stride::Constant(number)),
+                    None => self.is_fixed(other).then_some(Stride::Register(other, 0)),
                 }
             }
             BinaryClass::Sub => {
                 let by = self.number(*b)?.checked_neg()?;
-                (*a == header).then_some(Step::Constant(by))
+                (*a == header).then_some(Stride::Constant(by))
             }
             BinaryClass::And
             | BinaryClass::Or
@@ -254,11 +254,12 @@ impl View<'_> {
     fn condition(&self, condition: Reg) -> Option<(Reg, i32, Option<Reg>, bool)> {
         let counter = |reg: Reg| -> Option<(Reg, i32, bool)> {
             let is_header = self.headers.contains_key(&reg);
-            let header = match is_header {
-                true => reg,
-                false => self.moves.iter().find(|(own, next)| *next == reg && self.step(*own).is_some())?.0,
+            let header = if is_header {
+                reg
+            } else {
+                self.moves.iter().find(|(own, next)| *next == reg && self.step(*own).is_some())?.0
             };
-            let Step::Constant(step) = self.step(header)? else { return None };
+            let Stride::Constant(step) = self.step(header)? else { return None };
             (step != 0 && step.unsigned_abs().is_power_of_two()).then_some((header, step, is_header))
         };
         if let Some((header, step, is_before)) = counter(condition) {
@@ -276,8 +277,8 @@ impl View<'_> {
     }
 
     /// An address as a sum of what does not change and at most one header.
-    fn pointer(&self, address: Reg) -> Option<(Vec<Term>, Step)> {
-        let (mut terms, mut step) = (Vec::new(), Step::Constant(0));
+    fn pointer(&self, address: Reg) -> Option<(Vec<Term>, Stride)> {
+        let (mut terms, mut step) = (Vec::new(), Stride::Constant(0));
         self.sum(address, 0, false, &mut terms, &mut step, 0)?;
         Some((terms, step))
     }
@@ -288,22 +289,22 @@ impl View<'_> {
         shift: u32,
         is_negative: bool,
         terms: &mut Vec<Term>,
-        step: &mut Step,
+        step: &mut Stride,
         depth: u32,
     ) -> Option<()> {
         if depth > 6 || terms.len() > 6 {
             return None;
         }
         if self.headers.contains_key(&reg) {
-            if *step != Step::Constant(0) {
+            if *step != Stride::Constant(0) {
                 return None;
             }
             *step = match (self.step(reg)?, is_negative) {
-                (Step::Constant(by), is_negative) => {
+                (Stride::Constant(by), is_negative) => {
                     let by = by.checked_shl(shift).filter(|shifted| shifted >> shift == by)?;
-                    Step::Constant(if is_negative { by.checked_neg()? } else { by })
+                    Stride::Constant(if is_negative { by.checked_neg()? } else { by })
                 }
-                (Step::Register(by, _), false) => Step::Register(by, shift),
+                (Stride::Register(by, _), false) => Stride::Register(by, shift),
                 _ => return None,
             };
             terms.push((reg, shift, is_negative));

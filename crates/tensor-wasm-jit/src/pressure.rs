@@ -1,20 +1,21 @@
-//! How many values a kernel keeps at once. The device's assembler puts values into registers, and takes very long over a long
-//! kernel that has too many of them: such kernels are refused before it sees them.
+//! Register pressure: how many values a kernel keeps alive at once. The device's assembler allocates registers, and
+//! takes very long over a long kernel that makes it spill: such kernels are refused before it sees them.
 //!
-//! The estimate is a value's interval, from where it is first assigned to where it is last used, or to the end of a loop that
-//! it comes into from outside. It takes time in proportion to the kernel, and is close for what compilers write.
+//! The estimate is a value's live interval, from where it is first assigned to where it is last used, or to the end of
+//! a loop that it comes into from outside. It takes time in proportion to the kernel, and is close for what compilers
+//! write.
 
 use std::collections::HashMap;
 
 use crate::ir::{Body, Flow, Label, Op, Structure};
 use crate::refusal::{Refusal, SourceLocation};
 
-/// Registers of 32 bits that a work item may have on every device, less a few for the fence. `ptxas` 13 for sm_90 takes about
-/// 3 s for 20,000 operations on as many values in a loop.
+/// Registers of 32 bits that a work item may have on every device, less a few for the fence. `ptxas` 13 for sm_90 takes
+/// about 3 s for 20,000 operations on as many values in a loop.
 const REGISTERS: usize = 250;
 
-/// Values beyond that, times the operations of the kernel. For 20,000 operations on 300 values it takes 10 s, on 400 values
-/// 28 s, on 600 values 54 s; for 2,000 operations on 600 values less than 1 s. With this it is 5 s at most.
+/// Values beyond that, times the operations of the kernel. For 20,000 operations on 300 values it takes 10 s, on 400
+/// values 28 s, on 600 values 54 s; for 2,000 operations on 600 values less than 1 s. With this it is 5 s at most.
 const SPILLS_MAX: usize = 500_000;
 
 /// Refuses a kernel that the device's assembler would take very long for.
@@ -50,8 +51,8 @@ fn most(body: &Body) -> (usize, usize) {
     (usize::try_from(most.0).unwrap_or(0), most.1)
 }
 
-/// Where each register begins and ends to be needed; none for constants, which are part of instructions, and for what nobody
-/// uses.
+/// Where each register begins and ends to be needed; none for constants, which are part of instructions, and for what
+/// nobody uses.
 fn intervals(body: &Body) -> Vec<Option<(usize, usize)>> {
     let count = body.types.len();
     let (mut first, mut last) = (vec![usize::MAX; count], vec![None; count]);
@@ -78,8 +79,8 @@ fn intervals(body: &Body) -> Vec<Option<(usize, usize)>> {
         for reg in op.reads().into_iter().flatten() {
             let reg = reg.0 as usize;
             first[reg] = first[reg].min(at);
-            // The outermost loop that it was assigned before: it is needed until that ends. What goes round a loop is assigned
-            // anew each time.
+            // The outermost loop that it was assigned before: it is needed until that ends. What goes round a loop is
+            // assigned anew each time.
             let from = if header[reg] <= at { first[reg].max(header[reg]) } else { first[reg] };
             let outside = loops.partition_point(|(start, _)| *start < from);
             let until = loops.get(outside).map_or(at, |(_, end)| *end);
@@ -116,8 +117,8 @@ fn ends(body: &Body) -> Vec<usize> {
     ends
 }
 
-/// For each move that a branch follows, where the branch goes: nothing is in between, so that the register it assigns is needed
-/// from there on.
+/// For each move that a branch follows, where the branch goes: nothing is in between, so that the register it assigns
+/// is needed from there on.
 fn carried(body: &Body) -> Vec<Option<usize>> {
     let mut targets: HashMap<Label, usize> = HashMap::new();
     for (at, op) in body.ops.iter().enumerate() {

@@ -1,6 +1,6 @@
-//! The kernel profile, at the level of a module: what a kernel module may contain and what its parts are. What functions
-//! may contain is decided where they are lowered (`lower/mod.rs`), and only for functions that a kernel reaches: compilers leave
-//! much behind that nothing calls.
+//! The kernel profile, at the level of a module: what a kernel module may contain and what its parts are. What
+//! functions may contain is decided where they are lowered (`lower/mod.rs`), and only for functions that a kernel
+//! reaches: compilers leave much behind that nothing calls.
 
 use std::collections::HashMap;
 
@@ -28,7 +28,7 @@ pub struct Program<'a> {
     pub(crate) types: Vec<Option<FuncType>>,
     /// Imported functions come first in the index space.
     pub(crate) imports: Vec<Import<'a>>,
-    pub(crate) functions: Vec<Function<'a>>,
+    pub(crate) functions: Vec<FunctionCode<'a>>,
     pub(crate) globals: Vec<Global>,
     /// Function indices; `None` where the table has none.
     pub(crate) table: Vec<Option<u32>>,
@@ -45,7 +45,7 @@ pub(crate) struct Import<'a> {
     pub ty: u32,
 }
 
-pub(crate) struct Function<'a> {
+pub(crate) struct FunctionCode<'a> {
     pub ty: u32,
     pub body: FunctionBody<'a>,
 }
@@ -198,7 +198,7 @@ impl<'a> Program<'a> {
             }
             Payload::CodeSectionEntry(body) => {
                 let ty = declared.get(self.functions.len()).copied().unwrap_or(0);
-                self.functions.push(Function { ty, body });
+                self.functions.push(FunctionCode { ty, body });
             }
             Payload::CustomSection(section) if section.name() == "name" => {
                 let reader = wasmparser::BinaryReader::new(section.data(), section.data_offset());

@@ -1,5 +1,5 @@
-//! Programs that nobody wrote: generated modules, of anything and of loops that count, each function of which is run by Wasmtime and as a kernel, with the same
-//! arguments. Results, traps and memory must be the same to the last bit.
+//! Programs that nobody wrote: generated modules, of anything and of loops that count, each function of which is run by
+//! Wasmtime and as a kernel, with the same arguments. Results, traps and memory must be the same to the last bit.
 //!
 //! `TENSOR_WASM_TEST_PROGRAMS` says how many; `TENSOR_WASM_TEST_SEED` where to begin.
 
@@ -36,8 +36,8 @@ fn generate(seed: u64) -> Option<Vec<u8>> {
     programs::generate(&bytes)
 }
 
-/// A function with loops that count, in every shape a compiler might leave them: with steps and bounds of all kinds, values of
-/// this round and of the last, exits in the middle. All its locals are its results.
+/// A function with loops that count, in every shape a compiler might leave them: with steps and bounds of all kinds,
+/// values of this round and of the last, exits in the middle. All its locals are its results.
 fn generate_loops(seed: u64) -> Vec<u8> {
     let mut rng = StdRng::seed_from_u64(seed);
     let locals = 6_u32;
@@ -134,7 +134,8 @@ fn on_gpu(gpu: &Gpu, image: &KernelImage, program: &Program<'_>, arguments: &[u6
     left(&results, memory, types)
 }
 
-/// The functions that are polynomials in kernels have the same bits on a GPU as in the emulator. Returns how many were compared.
+/// The functions that are polynomials in kernels have the same bits on a GPU as in the emulator. Returns how many were
+/// compared.
 fn functions(gpu: &Gpu, seed: u64) -> Result<u64, String> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut count = 0;

@@ -1,5 +1,6 @@
-//! The official tests of WebAssembly, as far as they are about what kernels may do. Each exported function is compiled as a
-//! kernel of one work item; its results, its traps and what it leaves in memory are compared with what the tests expect.
+//! The official tests of WebAssembly, as far as they are about what kernels may do. Each exported function is compiled
+//! as a kernel of one work item; its results, its traps and what it leaves in memory are compared with what the tests
+//! expect.
 //!
 //! Prints a table: files, assertions that passed, and those left out with the reason.
 

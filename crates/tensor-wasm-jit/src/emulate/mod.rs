@@ -1,6 +1,7 @@
 //! Runs the PTX that we emit, work item by work item: an oracle for the compiler where there is no GPU. It is written
-//! from what PTX says its instructions do, not from what the compiler means by them, and it is stricter than a device: an
-//! access outside the memory it was given, or one that is not aligned, is an error and not a fault of the whole device.
+//! from what PTX says its instructions do, not from what the compiler means by them, and it is stricter than a device:
+//! an access outside the memory it was given, or one that is not aligned, is an error and not a fault of the whole
+//! device.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -13,7 +14,7 @@ mod parse;
 
 use std::collections::HashMap;
 
-use parse::{Instruction, Operand, Unit, type_bytes};
+use parse::{Operand, PtxInstruction, PtxUnit, type_bytes};
 
 /// Nanoseconds that the emulated timer advances with each instruction of a work item.
 const NANOS_PER_INSTRUCTION: u64 = 100;
@@ -28,7 +29,7 @@ const LOCAL_AT: u64 = 0x7200_0000_0000;
 
 /// A program that was read.
 pub struct Emulator {
-    unit: Unit,
+    unit: PtxUnit,
 }
 
 /// Memory of the emulated device: pieces at addresses.
@@ -62,7 +63,7 @@ struct Item {
 }
 
 struct Run<'a> {
-    unit: &'a Unit,
+    unit: &'a PtxUnit,
     memory: &'a mut DeviceMemory,
     data: Vec<u8>,
     shared: Vec<u8>,
@@ -237,7 +238,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    fn step(&mut self, item: &mut Item, instruction: &Instruction) -> Result<Next, String> {
+    fn step(&mut self, item: &mut Item, instruction: &PtxInstruction) -> Result<Next, String> {
         let next = Next::Go(item.at + 1);
         if let Some((predicate, is_not)) = instruction.guard
             && (item.registers[predicate] != 0) == is_not
@@ -480,8 +481,8 @@ fn compares(how: &str, ty: &str, a: u64, b: u64) -> Option<bool> {
     })
 }
 
-/// `cvt` between types. Rust's own conversions round, and stop at the ends, as PTX says; what PTX leaves open about NaN is
-/// filled in so that it shows if somebody relies on it.
+/// `cvt` between types. Rust's own conversions round, and stop at the ends, as PTX says; what PTX leaves open about NaN
+/// is filled in so that it shows if somebody relies on it.
 fn convert(parts: &[&str], bits: u64) -> Option<u64> {
     let nan = 0x1234_5678_9abc_def0_u64;
     Some(match parts {

@@ -16,7 +16,7 @@ pub(super) enum Operand {
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct Instruction {
+pub(super) struct PtxInstruction {
     /// A predicate, and whether it must not hold.
     pub guard: Option<(usize, bool)>,
     pub opcode: Vec<String>,
@@ -25,8 +25,8 @@ pub(super) struct Instruction {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Unit {
-    pub instructions: Vec<Instruction>,
+pub(super) struct PtxUnit {
+    pub instructions: Vec<PtxInstruction>,
     pub labels: HashMap<String, usize>,
     pub tables: HashMap<String, Vec<String>>,
     /// Name, offset and size of each parameter.
@@ -38,8 +38,8 @@ pub(super) struct Unit {
     pub data: Vec<u8>,
 }
 
-pub(super) fn parse(text: &str) -> Result<Unit, String> {
-    let mut unit = Unit::default();
+pub(super) fn parse(text: &str) -> Result<PtxUnit, String> {
+    let mut unit = PtxUnit::default();
     let mut end = 0;
     for (n, line) in text.lines().enumerate() {
         let line = line.split("//").next().unwrap_or("").trim();
@@ -95,13 +95,13 @@ pub(super) fn type_bytes(ty: &str) -> Option<usize> {
     }
 }
 
-impl Unit {
+impl PtxUnit {
     fn register(&mut self, name: &str) -> usize {
         let next = self.registers.len();
         *self.registers.entry(name.to_owned()).or_insert(next)
     }
 
-    fn instruction(&mut self, line: &str, n: usize) -> Result<Instruction, String> {
+    fn instruction(&mut self, line: &str, n: usize) -> Result<PtxInstruction, String> {
         let line = line.strip_suffix(';').ok_or_else(|| format!("line {n} does not end: {line}"))?;
         let (guard, line) = match line.strip_prefix('@') {
             Some(rest) => {
@@ -121,7 +121,7 @@ impl Unit {
         for operand in rest.split(',').map(str::trim).filter(|text| !text.is_empty()) {
             operands.push(self.operand(operand).ok_or_else(|| format!("line {n}: what is {operand}?"))?);
         }
-        Ok(Instruction { guard, opcode, operands, line: n + 1 })
+        Ok(PtxInstruction { guard, opcode, operands, line: n + 1 })
     }
 
     fn operand(&mut self, text: &str) -> Option<Operand> {
@@ -137,9 +137,10 @@ impl Unit {
             let is_special = ["%tid.", "%ctaid.", "%ntid.", "%nctaid.", "%globaltimer", "%laneid"]
                 .iter()
                 .any(|s| text.starts_with(s));
-            return Some(match is_special {
-                true => Operand::Special(name.to_owned()),
-                false => Operand::Register(self.register(text)),
+            return Some(if is_special {
+                Operand::Special(name.to_owned())
+            } else {
+                Operand::Register(self.register(text))
             });
         }
         if let Some(hex) = text.strip_prefix("0x") {

@@ -1,12 +1,12 @@
-//! Barriers on a CPU. A work item that comes to one stores what it still needs and leaves the function; when every other item
-//! of its group has come to a barrier or to its end, it is called again and finds its way back: control flow that does not
-//! lead to its barrier is skipped, and branches on the way are taken whatever their conditions were.
+//! Barriers on a CPU. A work item that comes to one stores what it still needs and leaves the function; when every
+//! other item of its group has come to a barrier or to its end, it is called again and finds its way back: control flow
+//! that does not lead to its barrier is skipped, and branches on the way are taken whatever their conditions were.
 
 use std::collections::HashMap;
 
 use wasm_encoder::{BlockType, Instruction, MemArg};
 
-use super::emit::Emitter;
+use super::emit::HostEmitter;
 use super::locals::Locals;
 use super::memory::{OWN, store};
 use crate::ir::{Access, Body, Flow, Op, Reg};
@@ -17,7 +17,7 @@ const SAVED_AT: u32 = 8;
 
 /// The numbers of the barriers in a stretch of operations, from the first on, without the last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Range {
+pub(super) struct BarrierRange {
     from: u32,
     to: u32,
 }
@@ -27,15 +27,16 @@ pub(super) struct Range {
 pub(super) struct Barriers {
     pub numbers: HashMap<usize, u32>,
     /// For each block that has some: its barriers, and those before its `else`.
-    within: HashMap<usize, (Range, Range)>,
-    /// Blocks and barriers with no other beside them, in the block around them: nothing has to be skipped to come there.
+    within: HashMap<usize, (BarrierRange, BarrierRange)>,
+    /// Blocks and barriers with no other beside them, in the block around them: nothing has to be skipped to come
+    /// there.
     alone: HashMap<usize, bool>,
-    /// Stretches of plain operations, by where they begin, that are skipped on the way to a barrier after them; and where
-    /// they end.
+    /// Stretches of plain operations, by where they begin, that are skipped on the way to a barrier after them; and
+    /// where they end.
     skipped: HashMap<usize, usize>,
 }
 
-struct Open {
+struct BarrierScope {
     start: Option<usize>,
     first: u32,
     middle: Option<u32>,
@@ -52,7 +53,7 @@ impl Barriers {
             return barriers;
         }
         let mut count = 1;
-        let mut open = vec![Open { start: None, first: count, middle: None, children: Vec::new(), plain: 0 }];
+        let mut open = vec![BarrierScope { start: None, first: count, middle: None, children: Vec::new(), plain: 0 }];
         for (n, op) in body.ops.iter().enumerate() {
             match op.flow() {
                 Flow::Wait => {
@@ -61,7 +62,13 @@ impl Barriers {
                     barriers.child(&mut open, n, n);
                 }
                 Flow::Open(..) => {
-                    open.push(Open { start: Some(n), first: count, middle: None, children: Vec::new(), plain: n + 1 });
+                    open.push(BarrierScope {
+                        start: Some(n),
+                        first: count,
+                        middle: None,
+                        children: Vec::new(),
+                        plain: n + 1,
+                    });
                 }
                 Flow::Else(_) => {
                     if let Some(own) = open.last_mut() {
@@ -75,8 +82,8 @@ impl Barriers {
                     let Some(own) = open.pop() else { continue };
                     barriers.settle(&own.children);
                     let Some(start) = own.start.filter(|_| count > own.first) else { continue };
-                    let all = Range { from: own.first, to: count };
-                    let before_else = Range { from: own.first, to: own.middle.unwrap_or(count) };
+                    let all = BarrierRange { from: own.first, to: count };
+                    let before_else = BarrierRange { from: own.first, to: own.middle.unwrap_or(count) };
                     barriers.within.insert(start, (all, before_else));
                     barriers.child(&mut open, start, n);
                 }
@@ -89,7 +96,7 @@ impl Barriers {
     }
 
     /// Something with barriers lies on the level of the block around it, from one operation to another.
-    fn child(&mut self, open: &mut [Open], from: usize, to: usize) {
+    fn child(&mut self, open: &mut [BarrierScope], from: usize, to: usize) {
         let Some(around) = open.last_mut() else { return };
         if around.plain < from {
             self.skipped.insert(around.plain, from);
@@ -115,7 +122,7 @@ impl Barriers {
     }
 }
 
-impl Emitter<'_> {
+impl HostEmitter<'_> {
     /// Before an operation: opens what skips it, or the stretch that begins with it, on the way to a barrier.
     pub(super) fn skip_before(&mut self, n: usize) {
         if let Some(end) = self.barriers.skipped.get(&n).copied() {
@@ -145,7 +152,7 @@ impl Emitter<'_> {
     }
 
     /// Pushes whether the item is on its way to one of these barriers.
-    fn resumes_in(&mut self, range: Range) {
+    fn resumes_in(&mut self, range: BarrierRange) {
         self.local_get(self.own.resume);
         self.i32(range.from.cast_signed());
         self.put(Instruction::I32Sub);

@@ -6,8 +6,8 @@ use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 
 use super::barriers::{Barriers, DONE};
 use super::locals::Locals;
-use super::memory::{OWN, What, load};
-use super::{CALL, POLL, Plan};
+use super::memory::{AccessKind, OWN, load};
+use super::{CALL, OwnMemory, POLL};
 use crate::facts::Facts;
 use crate::image::RECORD;
 use crate::ir::{
@@ -27,13 +27,13 @@ const ZEROED_BY_STORES_MAX: u32 = 256;
 
 /// Traps that end up at the same place.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Class {
+pub(super) enum TrapClass {
     Kind(TrapKind),
     Outside(Region),
 }
 
 /// Locals that belong to no register.
-pub(super) struct Own {
+pub(super) struct ReservedLocals {
     item: [u32; 3],
     group: [u32; 3],
     items: [u32; 3],
@@ -58,12 +58,12 @@ pub(super) struct Own {
     pub waiting: u32,
 }
 
-pub(super) struct Emitter<'b> {
+pub(super) struct HostEmitter<'b> {
     pub legal: &'b Legal,
     pub body: &'b Body,
     pub facts: &'b Facts,
     pub locals: Locals,
-    pub own: Own,
+    pub own: ReservedLocals,
     pub barriers: Barriers,
     /// Where shared memory is in the thread's own memory.
     pub shared: u32,
@@ -73,8 +73,8 @@ pub(super) struct Emitter<'b> {
     pub guarded: Vec<usize>,
     code: Vec<Instruction<'static>>,
     /// What a branch may go to, from the outermost in.
-    open: Vec<Target>,
-    classes: Vec<Class>,
+    open: Vec<BranchTarget>,
+    classes: Vec<TrapClass>,
     /// Windows' sizes less what an access needs, in locals.
     limits: HashMap<(u16, u32), u32>,
     limits_order: Vec<(u16, u32)>,
@@ -84,9 +84,9 @@ pub(super) struct Emitter<'b> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Target {
+enum BranchTarget {
     Label(u32),
-    Class(usize),
+    TrapClass(usize),
     Record,
     /// The end of an item, and of its turn.
     Item,
@@ -99,13 +99,13 @@ enum Target {
 }
 
 /// The function, and the bytes of a context.
-pub(super) fn run(legal: &Legal, plan: &Plan) -> (Function, u32) {
+pub(super) fn run(legal: &Legal, plan: &OwnMemory) -> (Function, u32) {
     let Legal { body, facts, windows, .. } = legal;
     let mut locals = Locals::of(body, facts);
     let mut i32s = || locals.own(ValType::I32);
     let mut three = || [i32s(), i32s(), i32s()];
     let (item, group, items, groups, base) = (three(), three(), three(), three(), three());
-    let own = Own {
+    let own = ReservedLocals {
         item,
         group,
         items,
@@ -125,12 +125,12 @@ pub(super) fn run(legal: &Legal, plan: &Plan) -> (Function, u32) {
         left: locals.own(ValType::I64),
         found: locals.own(ValType::I64),
     };
-    let mut classes: Vec<Class> = TrapKind::ALL.into_iter().map(Class::Kind).collect();
+    let mut classes: Vec<TrapClass> = TrapKind::ALL.into_iter().map(TrapClass::Kind).collect();
     let numbers = (0..u16::MAX).zip(windows).filter(|(_, is_window)| **is_window);
-    classes.extend(numbers.map(|(n, _)| Class::Outside(Region::Window(n))));
-    classes.extend([Class::Outside(Region::Stack), Class::Outside(Region::Shared)]);
+    classes.extend(numbers.map(|(n, _)| TrapClass::Outside(Region::Window(n))));
+    classes.extend([TrapClass::Outside(Region::Stack), TrapClass::Outside(Region::Shared)]);
     let barriers = Barriers::of(body);
-    let mut emitter = Emitter {
+    let mut emitter = HostEmitter {
         legal,
         body,
         facts,
@@ -152,7 +152,7 @@ pub(super) fn run(legal: &Legal, plan: &Plan) -> (Function, u32) {
     emitter.whole();
     let body_code = std::mem::take(&mut emitter.code);
     emitter.prologue();
-    let Emitter { locals, code: prologue, context_bytes, .. } = emitter;
+    let HostEmitter { locals, code: prologue, context_bytes, .. } = emitter;
     let mut function = Function::new(locals.types.iter().map(|ty| (1, *ty)));
     for instruction in prologue.iter().chain(&body_code) {
         function.instruction(instruction);
@@ -161,7 +161,7 @@ pub(super) fn run(legal: &Legal, plan: &Plan) -> (Function, u32) {
     (function, context_bytes)
 }
 
-impl Emitter<'_> {
+impl HostEmitter<'_> {
     pub(super) fn put(&mut self, instruction: Instruction<'static>) {
         self.code.push(instruction);
     }
@@ -192,7 +192,7 @@ impl Emitter<'_> {
         match ty {
             Ty::F32 if self.is_wide(ty) => self.put(Instruction::F32x4ExtractLane(0)),
             Ty::F64 if self.is_wide(ty) => self.put(Instruction::F64x2ExtractLane(0)),
-            _ => {}
+            Ty::I32 | Ty::I64 | Ty::F32 | Ty::F64 => {}
         }
     }
 
@@ -210,7 +210,7 @@ impl Emitter<'_> {
                 let half = u128::from(bits) & u128::from(u32::MAX);
                 let all = match ty {
                     Ty::F32 => half | half << 32 | half << 64 | half << 96,
-                    _ => u128::from(bits) | u128::from(bits) << 64,
+                    Ty::I32 | Ty::I64 | Ty::F64 => u128::from(bits) | u128::from(bits) << 64,
                 };
                 self.put(Instruction::V128Const(all.cast_signed()));
             }
@@ -240,7 +240,7 @@ impl Emitter<'_> {
         match self.body.ty(reg) {
             Ty::F32 if self.is_wide(Ty::F32) => self.put(Instruction::F32x4Splat),
             Ty::F64 if self.is_wide(Ty::F64) => self.put(Instruction::F64x2Splat),
-            _ => {}
+            Ty::I32 | Ty::I64 | Ty::F32 | Ty::F64 => {}
         }
         self.set_held(reg);
     }
@@ -250,7 +250,7 @@ impl Emitter<'_> {
         match self.body.ty(reg) {
             Ty::F32 if self.is_wide(Ty::F32) => self.put(Instruction::V128Load32Splat(at)),
             Ty::F64 if self.is_wide(Ty::F64) => self.put(Instruction::V128Load64Splat(at)),
-            ty => self.put(load(ty, access, at)),
+            ty @ (Ty::I32 | Ty::I64 | Ty::F32 | Ty::F64) => self.put(load(ty, access, at)),
         }
         self.set_held(reg);
     }
@@ -258,10 +258,10 @@ impl Emitter<'_> {
     /// Opens a block that branches to a label may go to.
     pub(super) fn open(&mut self, instruction: Instruction<'static>, label: Option<Label>) {
         self.put(instruction);
-        self.open.push(label.map_or(Target::Nothing, |label| Target::Label(label.0)));
+        self.open.push(label.map_or(BranchTarget::Nothing, |label| BranchTarget::Label(label.0)));
     }
 
-    fn open_as(&mut self, instruction: Instruction<'static>, target: Target) {
+    fn open_as(&mut self, instruction: Instruction<'static>, target: BranchTarget) {
         self.put(instruction);
         self.open.push(target);
     }
@@ -271,7 +271,7 @@ impl Emitter<'_> {
         self.open.pop();
     }
 
-    fn depth(&self, target: Target) -> u32 {
+    fn depth(&self, target: BranchTarget) -> u32 {
         let found = self.open.iter().rev().position(|open| *open == target);
         u32::try_from(found.unwrap_or(0)).unwrap_or(0)
     }
@@ -282,22 +282,22 @@ impl Emitter<'_> {
     }
 
     /// Traps if what was pushed is not zero, at the site that was set.
-    pub(super) fn trap_if(&mut self, class: Class) {
+    pub(super) fn trap_if(&mut self, class: TrapClass) {
         let at = self.classes.iter().position(|own| *own == class).unwrap_or(0);
-        let depth = self.depth(Target::Class(at));
+        let depth = self.depth(BranchTarget::TrapClass(at));
         self.put(Instruction::BrIf(depth));
     }
 
     fn trap(&mut self, kind: TrapKind, site: Site) {
         self.set_site(site);
         self.i32(1);
-        self.trap_if(Class::Kind(kind));
+        self.trap_if(TrapClass::Kind(kind));
         self.put(Instruction::Unreachable);
     }
 
     /// Ends the turn of an item that waits.
     pub(super) fn suspend(&mut self) {
-        let depth = self.depth(Target::Turn);
+        let depth = self.depth(BranchTarget::Turn);
         self.put(Instruction::Br(depth));
     }
 
@@ -394,28 +394,28 @@ impl Emitter<'_> {
     }
 
     fn whole(&mut self) {
-        self.open_as(Instruction::Block(BlockType::Empty), Target::Record);
+        self.open_as(Instruction::Block(BlockType::Empty), BranchTarget::Record);
         for class in (0..self.classes.len()).rev() {
-            self.open_as(Instruction::Block(BlockType::Empty), Target::Class(class));
+            self.open_as(Instruction::Block(BlockType::Empty), BranchTarget::TrapClass(class));
         }
         self.groups();
         self.i32(0);
         self.put(Instruction::Return);
         for (n, class) in self.classes.clone().into_iter().enumerate() {
-            debug_assert_eq!(self.open.last(), Some(&Target::Class(n)));
+            debug_assert_eq!(self.open.last(), Some(&BranchTarget::TrapClass(n)));
             self.close();
             let (kind, which) = match class {
-                Class::Kind(kind) => (kind, RECORD.nothing),
-                Class::Outside(Region::Window(n) | Region::SmallWindow(n)) => (TrapKind::OutOfBounds, u32::from(n)),
-                Class::Outside(Region::Stack) => (TrapKind::OutOfBounds, RECORD.stack),
-                Class::Outside(Region::Shared) => (TrapKind::OutOfBounds, RECORD.shared),
-                Class::Outside(Region::Any) => (TrapKind::OutOfBounds, RECORD.nothing),
+                TrapClass::Kind(kind) => (kind, RECORD.nothing),
+                TrapClass::Outside(Region::Window(n) | Region::SmallWindow(n)) => (TrapKind::OutOfBounds, u32::from(n)),
+                TrapClass::Outside(Region::Stack) => (TrapKind::OutOfBounds, RECORD.stack),
+                TrapClass::Outside(Region::Shared) => (TrapKind::OutOfBounds, RECORD.shared),
+                TrapClass::Outside(Region::Any) => (TrapKind::OutOfBounds, RECORD.nothing),
             };
             self.i32((kind as u32).cast_signed());
             self.local_set(self.own.kind);
             self.i32(which.cast_signed());
             self.local_set(self.own.which);
-            let depth = self.depth(Target::Record);
+            let depth = self.depth(BranchTarget::Record);
             self.put(Instruction::Br(depth));
         }
         self.close();
@@ -444,13 +444,13 @@ impl Emitter<'_> {
         self.local_set(self.own.which);
         self.put(Instruction::Call(POLL));
         self.local_tee(self.own.kind);
-        let depth = self.depth(Target::Record);
+        let depth = self.depth(BranchTarget::Record);
         self.put(Instruction::BrIf(depth));
         self.close();
     }
 
     fn groups(&mut self) {
-        self.open_as(Instruction::Loop(BlockType::Empty), Target::Groups);
+        self.open_as(Instruction::Loop(BlockType::Empty), BranchTarget::Groups);
         let ops = i32::try_from(self.legal.cost(0, self.body.ops.len())).unwrap_or(i32::MAX).min(FUEL);
         self.pay(|emitter| {
             emitter.local_get(emitter.own.count);
@@ -469,9 +469,10 @@ impl Emitter<'_> {
             self.i32(self.body.shared_bytes.cast_signed());
             self.put(Instruction::MemoryFill(OWN));
         }
-        match self.barriers.are_none() {
-            true => self.items(),
-            false => self.phases(),
+        if self.barriers.are_none() {
+            self.items()
+        } else {
+            self.phases()
         }
         // On to the next group.
         let ([gx, gy, gz], [nx, ny, _]) = (self.own.group, self.own.groups);
@@ -482,7 +483,7 @@ impl Emitter<'_> {
         self.local_tee(self.own.left);
         self.put(Instruction::I64Eqz);
         self.put(Instruction::I32Eqz);
-        let depth = self.depth(Target::Groups);
+        let depth = self.depth(BranchTarget::Groups);
         self.put(Instruction::BrIf(depth));
         self.close();
     }
@@ -523,7 +524,7 @@ impl Emitter<'_> {
         self.i32(0);
         self.local_set(self.own.number);
         let state = MemArg { offset: 0, align: 2, memory_index: OWN };
-        self.open_as(Instruction::Loop(BlockType::Empty), Target::Nothing);
+        self.open_as(Instruction::Loop(BlockType::Empty), BranchTarget::Nothing);
         self.local_get(self.own.context);
         self.i32(0);
         self.put(Instruction::I32Store(state));
@@ -544,14 +545,14 @@ impl Emitter<'_> {
             self.put(Instruction::I32Mul);
             self.put(Instruction::MemoryFill(OWN));
         }
-        self.open_as(Instruction::Loop(BlockType::Empty), Target::Phases);
+        self.open_as(Instruction::Loop(BlockType::Empty), BranchTarget::Phases);
         self.i32(0);
         self.local_set(self.own.waiting);
         self.load_call(CALL.contexts, self.own.context);
         self.load_call(CALL.stacks, self.own.stack);
         self.items();
         self.local_get(self.own.waiting);
-        let depth = self.depth(Target::Phases);
+        let depth = self.depth(BranchTarget::Phases);
         self.put(Instruction::BrIf(depth));
         self.close();
     }
@@ -570,19 +571,19 @@ impl Emitter<'_> {
         for local in [z, y, x] {
             self.i32(0);
             self.local_set(local);
-            self.open_as(Instruction::Loop(BlockType::Empty), Target::Items(local));
+            self.open_as(Instruction::Loop(BlockType::Empty), BranchTarget::Items(local));
         }
-        self.open_as(Instruction::Block(BlockType::Empty), Target::Turn);
+        self.open_as(Instruction::Block(BlockType::Empty), BranchTarget::Turn);
         if has_barriers {
             self.local_get(self.own.context);
             self.put(Instruction::I32Load(state));
             self.local_tee(self.own.resume);
             self.i32(DONE);
             self.put(Instruction::I32Eq);
-            let depth = self.depth(Target::Turn);
+            let depth = self.depth(BranchTarget::Turn);
             self.put(Instruction::BrIf(depth));
         }
-        self.open_as(Instruction::Block(BlockType::Empty), Target::Item);
+        self.open_as(Instruction::Block(BlockType::Empty), BranchTarget::Item);
         let body = self.body;
         if !has_barriers {
             self.zero_stack();
@@ -613,7 +614,7 @@ impl Emitter<'_> {
             self.local_tee(local);
             self.local_get(size);
             self.put(Instruction::I32LtU);
-            let depth = self.depth(Target::Items(local));
+            let depth = self.depth(BranchTarget::Items(local));
             self.put(Instruction::BrIf(depth));
             self.close();
         }
@@ -676,18 +677,20 @@ impl Emitter<'_> {
                 self.set(*to);
             }
             Op::Barrier { .. } => self.barrier(n),
-            Op::Load { to, access, at, site } => self.access(n, What::Load { to: *to, access: *access }, *at, *site),
+            Op::Load { to, access, at, site } => {
+                self.access(n, AccessKind::Load { to: *to, access: *access }, *at, *site)
+            }
             Op::Store { access, at, value, site } => {
-                self.access(n, What::Store { value: *value, access: *access }, *at, *site);
+                self.access(n, AccessKind::Store { value: *value, access: *access }, *at, *site);
             }
             Op::AtomicLoad { to, access, at, site } => {
-                self.access(n, What::AtomicLoad { to: *to, access: *access }, *at, *site);
+                self.access(n, AccessKind::AtomicLoad { to: *to, access: *access }, *at, *site);
             }
             Op::AtomicStore { access, at, value, site } => {
-                self.access(n, What::AtomicStore { value: *value, access: *access }, *at, *site);
+                self.access(n, AccessKind::AtomicStore { value: *value, access: *access }, *at, *site);
             }
             Op::Atomic { op, to, access, at, value, expected, site } => {
-                let what = What::Atomic { op: *op, to: *to, access: *access, value: *value, expected: *expected };
+                let what = AccessKind::Atomic { op: *op, to: *to, access: *access, value: *value, expected: *expected };
                 self.access(n, what, *at, *site);
             }
             Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
@@ -696,7 +699,7 @@ impl Emitter<'_> {
             Op::TrapIf { test, kind, site } => {
                 self.set_site(*site);
                 self.push_test(*test);
-                self.trap_if(Class::Kind(*kind));
+                self.trap_if(TrapClass::Kind(*kind));
             }
             Op::Canonical { to, from } => {
                 let is_double = self.body.ty(*from) == Ty::F64;
@@ -729,23 +732,23 @@ impl Emitter<'_> {
                 }
             }
             Op::Branch { label } => {
-                let depth = self.depth(Target::Label(label.0));
+                let depth = self.depth(BranchTarget::Label(label.0));
                 self.put(Instruction::Br(depth));
             }
             Op::BranchIf { condition, label } => {
                 self.get(*condition);
-                let depth = self.depth(Target::Label(label.0));
+                let depth = self.depth(BranchTarget::Label(label.0));
                 self.put(Instruction::BrIf(depth));
             }
             Op::BranchTable { index, labels } => {
                 self.get(*index);
-                let depths: Vec<u32> = labels.iter().map(|label| self.depth(Target::Label(label.0))).collect();
+                let depths: Vec<u32> = labels.iter().map(|label| self.depth(BranchTarget::Label(label.0))).collect();
                 if let Some((default, cases)) = depths.split_last() {
                     self.put(Instruction::BrTable(cases.to_vec().into(), *default));
                 }
             }
             Op::Return => {
-                let depth = self.depth(Target::Item);
+                let depth = self.depth(BranchTarget::Item);
                 self.put(Instruction::Br(depth));
             }
         }
@@ -827,29 +830,27 @@ impl Emitter<'_> {
 
     fn math(&mut self, op: Math, to: Reg, operands: &[Reg; 3]) {
         match op {
-            // Wasm has no fused multiplication of single numbers, but of vectors, which whoever compiles this is told to
-            // round once.
+            // Wasm has no fused multiplication of single numbers, but of vectors, which whoever compiles this is told
+            // to round once.
             Math::FmaF32 | Math::FmaF64 => {
                 operands.iter().for_each(|reg| self.get_held(*reg));
-                self.put(match op {
-                    Math::FmaF32 => Instruction::F32x4RelaxedMadd,
-                    _ => Instruction::F64x2RelaxedMadd,
-                });
-                return self.set_held(to);
+                let is_single = op == Math::FmaF32;
+                self.put(if is_single { Instruction::F32x4RelaxedMadd } else { Instruction::F64x2RelaxedMadd });
+                self.set_held(to);
             }
             Math::RsqrtF32 => {
                 self.put(Instruction::F32Const(1.0_f32.into()));
                 self.get(operands[0]);
                 self.put(Instruction::F32Sqrt);
                 self.put(Instruction::F32Div);
+                self.set(to);
             }
         }
-        self.set(to);
     }
 
     fn push_id(&mut self, id: Id, axis: Axis) {
         let axis = axis as usize;
-        let Own { item, group, items, groups, base, .. } = &self.own;
+        let ReservedLocals { item, group, items, groups, base, .. } = &self.own;
         let (item, group, items, groups, base) = (item[axis], group[axis], items[axis], groups[axis], base[axis]);
         match id {
             Id::Local => self.local_get(item),

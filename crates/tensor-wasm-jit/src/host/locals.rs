@@ -1,6 +1,6 @@
-//! Which local of the emitted function holds which register. A register's value is needed from where it is assigned first to
-//! where it is read last, and to the end of every loop around that reading which began after it was assigned. Registers that
-//! are not needed at the same time share a local.
+//! Which local of the emitted function holds which register: a linear scan over live ranges. A register is live from
+//! where it is assigned first to where it is read last, and to the end of every loop around that reading which began
+//! after it was assigned. Registers that are not live at the same time share a local.
 
 use wasm_encoder::ValType;
 
@@ -9,31 +9,31 @@ use crate::ir::{Body, Flow, Math, Op, Reg, Structure, Ty};
 
 /// From the first operation that assigns a register to the last before which it is needed.
 #[derive(Debug, Clone, Copy)]
-struct Span {
+struct LiveRange {
     from: usize,
     to: usize,
 }
 
 pub(super) struct Locals {
-    spans: Vec<Option<Span>>,
+    spans: Vec<Option<LiveRange>>,
     slots: Vec<Option<u32>>,
     /// The types of all locals, in order.
     pub types: Vec<ValType>,
-    pub wide: Wide,
+    pub wide: VectorFloats,
 }
 
-/// Which floats are held as vectors of as many as fit, all of them the same. Where numbers are multiplied and added at once,
-/// which is possible for vectors only, making vectors of them every time would take longer than everything else.
+/// Which floats are held as vectors of as many as fit, all of them the same. Where numbers are multiplied and added at
+/// once, which is possible for vectors only, making vectors of them every time would take longer than everything else.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Wide {
+pub(super) struct VectorFloats {
     f32: bool,
     f64: bool,
 }
 
-impl Wide {
-    fn of(body: &Body) -> Wide {
+impl VectorFloats {
+    fn of(body: &Body) -> VectorFloats {
         let has = |math: Math| body.ops.iter().any(|op| matches!(op, Op::Math { op, .. } if *op == math));
-        Wide { f32: has(Math::FmaF32), f64: has(Math::FmaF64) }
+        VectorFloats { f32: has(Math::FmaF32), f64: has(Math::FmaF64) }
     }
 
     pub(super) fn is(self, ty: Ty) -> bool {
@@ -58,7 +58,7 @@ impl Wide {
 impl Locals {
     /// Parameters keep theirs: they are the same for every work item. Constants have none.
     pub(super) fn of(body: &Body, facts: &Facts) -> Locals {
-        let (spans, wide) = (spans(body, facts), Wide::of(body));
+        let (spans, wide) = (spans(body, facts), VectorFloats::of(body));
         let mut types = Vec::new();
         let mut slots = vec![None; body.types.len()];
         let number = |types: &Vec<ValType>| u32::try_from(types.len()).unwrap_or(u32::MAX);
@@ -121,8 +121,8 @@ fn fence_reads(op: &Op, facts: &Facts) -> [Option<Reg>; 3] {
     [Some(root), facts.beyond_any(base), facts.beyond_any(root)]
 }
 
-fn spans(body: &Body, facts: &Facts) -> Vec<Option<Span>> {
-    let mut spans: Vec<Option<Span>> = vec![None; body.types.len()];
+fn spans(body: &Body, facts: &Facts) -> Vec<Option<LiveRange>> {
+    let mut spans: Vec<Option<LiveRange>> = vec![None; body.types.len()];
     let mut loops: Vec<(usize, u32)> = Vec::new();
     // For each loop that is open: registers from before it that it reads.
     let mut carried: Vec<Vec<Reg>> = Vec::new();
@@ -166,7 +166,7 @@ fn spans(body: &Body, facts: &Facts) -> Vec<Option<Span>> {
             | Flow::Wait => {}
         }
         if let Some(to) = op.to().filter(|reg| facts.constant(*reg).is_none()) {
-            let span = spans[to.0 as usize].get_or_insert(Span { from: n, to: n });
+            let span = spans[to.0 as usize].get_or_insert(LiveRange { from: n, to: n });
             // Assigned again, for instance at the end of a loop that it was made for.
             span.to = span.to.max(n);
             if let Some(last) = carried.last_mut()

@@ -1,9 +1,10 @@
-//! Accesses to memory, each of them fenced.
+//! Accesses to memory as Wasm, each of them fenced: a check that traps at once, then the access. Which region it is,
+//! the access itself says (`legalize.rs`).
 
 use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 
-use super::emit::{Class, Emitter};
-use super::{CALL, Plan, find_number};
+use super::emit::{HostEmitter, TrapClass};
+use super::{CALL, OwnMemory, find_number};
 use crate::ir::{Access, Address, Reg, Region, Rmw, Site, TrapKind, Ty};
 use crate::legalize::{Candidate, Legal, Lookup};
 
@@ -11,13 +12,14 @@ use crate::legalize::{Candidate, Legal, Lookup};
 pub(super) const WINDOWS: u32 = 0;
 pub(super) const OWN: u32 = 1;
 
-/// What `find` returns where there is nothing, and where it is constant. Otherwise the address, and above it which memory.
+/// What `find` returns where there is nothing, and where it is constant. Otherwise the address, and above it which
+/// memory.
 const NOTHING: i64 = -1;
 const CONSTANT: i64 = -2;
 
 /// What is done at an address.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum What {
+pub(super) enum AccessKind {
     Load { to: Reg, access: Access },
     Store { value: Reg, access: Access },
     AtomicLoad { to: Reg, access: Access },
@@ -25,32 +27,34 @@ pub(super) enum What {
     Atomic { op: Rmw, to: Reg, access: Access, value: Reg, expected: Reg },
 }
 
-impl What {
+impl AccessKind {
     fn bytes(self) -> u32 {
         match self {
-            What::Load { access, .. }
-            | What::Store { access, .. }
-            | What::AtomicLoad { access, .. }
-            | What::AtomicStore { access, .. }
-            | What::Atomic { access, .. } => access.bytes,
+            AccessKind::Load { access, .. }
+            | AccessKind::Store { access, .. }
+            | AccessKind::AtomicLoad { access, .. }
+            | AccessKind::AtomicStore { access, .. }
+            | AccessKind::Atomic { access, .. } => access.bytes,
         }
     }
 
     fn is_atomic(self) -> bool {
-        matches!(self, What::AtomicLoad { .. } | What::AtomicStore { .. } | What::Atomic { .. })
+        matches!(self, AccessKind::AtomicLoad { .. } | AccessKind::AtomicStore { .. } | AccessKind::Atomic { .. })
     }
 
     fn lookup(self) -> Lookup {
         match self {
-            What::Load { .. } => Lookup::Read,
-            What::Store { .. } => Lookup::Write,
-            What::AtomicLoad { .. } | What::AtomicStore { .. } | What::Atomic { .. } => Lookup::Atomic,
+            AccessKind::Load { .. } => Lookup::Read,
+            AccessKind::Store { .. } => Lookup::Write,
+            AccessKind::AtomicLoad { .. } | AccessKind::AtomicStore { .. } | AccessKind::Atomic { .. } => {
+                Lookup::Atomic
+            }
         }
     }
 }
 
-impl Emitter<'_> {
-    pub(super) fn access(&mut self, n: usize, what: What, at: Address, site: Site) {
+impl HostEmitter<'_> {
+    pub(super) fn access(&mut self, n: usize, what: AccessKind, at: Address, site: Site) {
         if let Some(member) = self.legal.groups.members.get(&n).copied() {
             if member.is_first {
                 self.offset(at.region, member.root, member.low);
@@ -130,11 +134,11 @@ impl Emitter<'_> {
                 }
             }
         }
-        self.trap_if(Class::Outside(region));
+        self.trap_if(TrapClass::Outside(region));
     }
 
     /// An access that was checked.
-    fn inside(&mut self, what: What, at: Address, (root, distance): (Reg, i32)) {
+    fn inside(&mut self, what: AccessKind, at: Address, (root, distance): (Reg, i32)) {
         let region = at.region;
         match region {
             Region::Window(_) | Region::SmallWindow(_) => {
@@ -152,7 +156,7 @@ impl Emitter<'_> {
     }
 
     /// An access by an address that may be of any region.
-    fn looked_up(&mut self, what: What, at: Address, site: Site) {
+    fn looked_up(&mut self, what: AccessKind, at: Address, site: Site) {
         let lookup = what.lookup();
         self.set_site(site);
         self.get(at.base);
@@ -165,7 +169,7 @@ impl Emitter<'_> {
             self.local_get(self.own.found);
             self.put(Instruction::I64Const(CONSTANT));
             self.put(Instruction::I64Eq);
-            self.trap_if(Class::Kind(TrapKind::WriteToConstant));
+            self.trap_if(TrapClass::Kind(TrapKind::WriteToConstant));
         }
         self.trap_if_nothing();
         self.local_get(self.own.found);
@@ -173,9 +177,9 @@ impl Emitter<'_> {
         self.put(Instruction::I64ShrU);
         self.put(Instruction::I32WrapI64);
         self.open(Instruction::If(BlockType::Empty), None);
-        self.perform(what, OWN, 0, Emitter::found_address);
+        self.perform(what, OWN, 0, HostEmitter::found_address);
         self.put(Instruction::Else);
-        self.perform(what, WINDOWS, 0, Emitter::found_address);
+        self.perform(what, WINDOWS, 0, HostEmitter::found_address);
         self.close();
     }
 
@@ -194,7 +198,7 @@ impl Emitter<'_> {
         self.local_get(self.own.found);
         self.put(Instruction::I64Const(0));
         self.put(Instruction::I64LtS);
-        self.trap_if(Class::Kind(TrapKind::OutOfBounds));
+        self.trap_if(TrapClass::Kind(TrapKind::OutOfBounds));
     }
 
     pub(super) fn check_range(&mut self, start: Reg, count: Reg, is_write: bool, site: Site) {
@@ -210,19 +214,19 @@ impl Emitter<'_> {
         self.close();
     }
 
-    fn perform(&mut self, what: What, memory: u32, offset: u32, address: impl FnOnce(&mut Self)) {
+    fn perform(&mut self, what: AccessKind, memory: u32, offset: u32, address: impl FnOnce(&mut Self)) {
         let align = if what.is_atomic() { what.bytes().trailing_zeros() } else { 0 };
         let at = MemArg { offset: u64::from(offset), align, memory_index: memory };
         address(self);
         match what {
-            What::Load { to, access } => {
+            AccessKind::Load { to, access } => {
                 self.load_to(to, access, at);
             }
-            What::Store { value, access } => {
+            AccessKind::Store { value, access } => {
                 self.get(value);
                 self.put(store(self.body.ty(value), access, at));
             }
-            What::AtomicLoad { to, access } => {
+            AccessKind::AtomicLoad { to, access } => {
                 self.put(match (self.body.ty(to), access.bytes) {
                     (Ty::I32, _) => Instruction::I32AtomicLoad(at),
                     (_, 4) => Instruction::I64AtomicLoad32U(at),
@@ -230,7 +234,7 @@ impl Emitter<'_> {
                 });
                 self.set(to);
             }
-            What::AtomicStore { value, access } => {
+            AccessKind::AtomicStore { value, access } => {
                 self.get(value);
                 self.put(match (self.body.ty(value), access.bytes) {
                     (Ty::I32, _) => Instruction::I32AtomicStore(at),
@@ -238,7 +242,7 @@ impl Emitter<'_> {
                     _ => Instruction::I64AtomicStore(at),
                 });
             }
-            What::Atomic { op, to, value, expected, .. } => {
+            AccessKind::Atomic { op, to, value, expected, .. } => {
                 if op == Rmw::CompareExchange {
                     self.get(expected);
                 }
@@ -295,7 +299,7 @@ pub(super) fn store(ty: Ty, access: Access, at: MemArg) -> Instruction<'static> 
 }
 
 /// `find(address, bytes, stack)`: where so many bytes from an address on are, looked up among all regions.
-pub(super) fn find(legal: &Legal, lookup: Lookup, plan: &Plan) -> Function {
+pub(super) fn find(legal: &Legal, lookup: Lookup, plan: &OwnMemory) -> Function {
     let (address, bytes, stack, offset) = (0, 1, 2, 3);
     let mut function = Function::new([(1, ValType::I64)]);
     let mut put = |instruction: Instruction<'static>| {

@@ -1,14 +1,14 @@
-//! From a kernel's operations to Wasm again, for a CPU: one function that runs many work items of many groups, with the same
-//! fence, the same traps and the same bits as the PTX. Whoever runs it compiles it with an engine and calls it with a range
-//! of groups, on as many threads as there are.
+//! From a legalised kernel to Wasm again, for a CPU: one function that runs many work items of many groups, with the
+//! same fence, the same traps and the same bits as the PTX. Whoever runs it compiles it with an engine and calls it
+//! with a range of groups, on as many threads as there are.
 //!
-//! The module has two memories. The first is imported: the kernel's address space, in which its windows lie at the addresses
-//! that the kernel knows, and nothing else does. The second is its own, one for each thread: what it is called with, trap
-//! records, the group's shared memory, constant data, the stacks of work items, and what work items that wait at a
-//! barrier have to remember.
+//! The module has two memories. The first is imported: the kernel's address space, in which its windows lie at the
+//! addresses that the kernel knows, and nothing else does. The second is its own, one for each thread: what it is
+//! called with, trap records, the group's shared memory, constant data, the stacks of work items, and what work items
+//! that wait at a barrier have to remember.
 //!
-//! `locals.rs` gives registers their locals, `emit.rs` has an arm for each operation, `memory.rs` the fence, `barriers.rs` the
-//! way back into the middle of a function.
+//! `locals.rs` gives registers their locals, `emit.rs` has an arm for each operation, `memory.rs` the fence,
+//! `barriers.rs` the way back into the middle of a function.
 
 mod barriers;
 mod emit;
@@ -119,9 +119,9 @@ impl HostLayout {
     /// Reads it from an image; none if it is no such image.
     pub fn read(wasm: &[u8]) -> Option<HostLayout> {
         let mut sections = wasmparser::Parser::new(0).parse_all(wasm).filter_map(Result::ok);
-        let data = sections.find_map(|payload| match payload {
-            wasmparser::Payload::CustomSection(section) if section.name() == SECTION => Some(section.data()),
-            _ => None,
+        let data = sections.find_map(|payload| {
+            let wasmparser::Payload::CustomSection(section) = payload else { return None };
+            (section.name() == SECTION).then(|| section.data())
         })?;
         let number = |n: usize| data.get(4 * n..4 * n + 4)?.try_into().ok().map(u32::from_le_bytes);
         let param = |byte: &u8| {
@@ -148,32 +148,31 @@ impl HostLayout {
 }
 
 /// Where things are in a thread's own memory.
-struct Plan {
+struct OwnMemory {
     data: u32,
     shared: u32,
     fixed_bytes: u32,
 }
 
-impl Plan {
-    fn of(body: &Body) -> Plan {
+impl OwnMemory {
+    fn of(body: &Body) -> OwnMemory {
         let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
         let data = CALL.params + CALL.param_bytes * size(body.params.len());
         let shared = (data + size(body.data.len())).next_multiple_of(16);
-        Plan { data, shared, fixed_bytes: (shared + body.shared_bytes).next_multiple_of(64) }
+        OwnMemory { data, shared, fixed_bytes: (shared + body.shared_bytes).next_multiple_of(64) }
     }
 }
 
 pub(crate) fn emit(legal: &Legal) -> Result<HostImage, Refusal> {
     let Legal { body, windows, .. } = legal;
-    let plan = Plan::of(body);
+    let plan = OwnMemory::of(body);
     let (run, context_bytes) = emit::run(legal, &plan);
     if run.byte_len() > FUNCTION_BYTES_MAX {
         let place = SourceLocation { function: body.name.clone(), offset: None };
         return Err(Refusal::TooLong { ops_max: crate::assemble::OPS_MAX, place });
     }
-    let param = |(reg, is_window): (&crate::ir::Reg, &bool)| match is_window {
-        true => Param::Window,
-        false => Param::Scalar(body.ty(*reg)),
+    let param = |(reg, is_window): (&crate::ir::Reg, &bool)| {
+        if *is_window { Param::Window } else { Param::Scalar(body.ty(*reg)) }
     };
     let layout = HostLayout {
         params: body.params.iter().zip(windows).map(param).collect(),
@@ -190,7 +189,8 @@ pub(crate) fn emit(legal: &Legal) -> Result<HostImage, Refusal> {
     Ok(HostImage { name: body.name.clone(), wasm, layout, sites: body.sites.clone() })
 }
 
-/// The functions, by their numbers. `poll` is imported: it returns 0, or the kind of trap that the launch is to end with.
+/// The functions, by their numbers. `poll` is imported: it returns 0, or the kind of trap that the launch is to end
+/// with.
 const POLL: u32 = 0;
 const RUN: u32 = 1;
 
@@ -206,7 +206,7 @@ fn find_number(lookup: Lookup) -> u32 {
 /// Engines refuse functions that are longer than this.
 const FUNCTION_BYTES_MAX: usize = 7 << 20;
 
-fn assemble(body: &Body, plan: &Plan, layout: &HostLayout, run: &Function, finds: &[Function]) -> Vec<u8> {
+fn assemble(body: &Body, plan: &OwnMemory, layout: &HostLayout, run: &Function, finds: &[Function]) -> Vec<u8> {
     let mut types = TypeSection::new();
     types.ty().function([], [ValType::I32]);
     types.ty().function([ValType::I64, ValType::I64, ValType::I32], [ValType::I64]);

@@ -1,8 +1,7 @@
-//! Calls: of other functions, which are put in their place, of imports, through the table; and the instructions on ranges of
-//! memory, which are loops here.
+//! Calls: of other functions, which are inlined, of imports, and through the table.
 
 use super::{Frame, Lower};
-use crate::assemble::{BARRIERS_MAX, Known, SHARED_BYTES_MAX};
+use crate::assemble::{BARRIERS_MAX, KnownValue, SHARED_BYTES_MAX};
 use crate::ir::{Id, Label, Math, Op, Site, TrapKind, Ty, Un};
 use crate::math::TypedFunction;
 use crate::refusal::Refusal;
@@ -55,7 +54,7 @@ impl Lower<'_, '_> {
         }
         if let Some(id) = Id::named(name) {
             let dimension = frame.pop();
-            let is_known = matches!(self.asm.known(dimension), Known::Constant(_));
+            let is_known = matches!(self.asm.known(dimension), KnownValue::Constant(_));
             let site = if is_known { Site(0) } else { self.site(frame) };
             let to = self.asm.id_of(id, dimension, site);
             frame.operands.push(to);
@@ -88,7 +87,7 @@ impl Lower<'_, '_> {
             }
             "shared" => {
                 let (bytes, site) = (frame.pop(), self.site(frame));
-                let Known::Constant(bytes) = self.asm.known(bytes) else {
+                let KnownValue::Constant(bytes) = self.asm.known(bytes) else {
                     return Err(Refusal::Shared { bytes_max: SHARED_BYTES_MAX, place: self.place(frame) });
                 };
                 let Some(to) = self.asm.shared(bytes, site) else {

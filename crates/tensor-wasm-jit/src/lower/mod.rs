@@ -1,9 +1,10 @@
-//! From Wasm to a kernel's operations. One walk over the instructions, with what a kernel calls put in its place: there is no
+//! From Wasm to a kernel's operations. One walk over the instructions, with what a kernel calls inlined: there is no
 //! recursion, so it ends, and a limit on the result bounds what a call graph can make of it.
 //!
-//! Wasm's operand stack is gone after this, and so are its locals: both are names for registers. Assigning a local gives its
-//! name to another register; where paths with different registers meet, at the end of a block or the beginning of a loop,
-//! each of them is moved into one. So a register holds one thing, however compilers share locals between several.
+//! Wasm's operand stack is gone after this, and so are its locals: both are names for registers. Assigning a local
+//! gives its name to another register; where paths with different registers meet, at the end of a block or the
+//! beginning of a loop, each of them is moved into one. So a register holds one thing, however compilers share locals
+//! between several.
 
 mod calls;
 
@@ -12,7 +13,7 @@ use std::rc::Rc;
 
 use wasmparser::{BlockType, FuncType, Operator};
 
-use crate::assemble::{Assembler, Jump, Known, OPS_MAX};
+use crate::assemble::{Assembler, BlockKind, Jump, KnownValue, OPS_MAX};
 use crate::instructions::{atomic_load, atomic_store, instruction_name, load, read_modify_write, store};
 use crate::ir::{Access, Address, Bin, Body, Label, Op, Reg, Rmw, Site, TrapKind, Ty, Un, low_half};
 use crate::profile::Program;
@@ -59,8 +60,9 @@ pub(crate) fn lower(program: &Program<'_>, kernel: &str) -> Result<Body, Refusal
 pub(crate) const CALL_RESULTS_AT: u32 = 0;
 pub(crate) const CALL_GLOBALS_AT: u32 = 512;
 
-/// Any exported function as a kernel of one work item, for comparing with other engines. Before its own parameters it has two
-/// windows: one for its results and the module's globals, eight bytes each, and one that is the module's memory.
+/// Any exported function as a kernel of one work item, for comparing with other engines. Before its own parameters it
+/// has two windows: one for its results and the module's globals, eight bytes each, and one that is the module's
+/// memory.
 pub(crate) fn lower_call(program: &Program<'_>, name: &str) -> Result<Body, Refusal> {
     let (function, ty) = program.exported(name)?;
     let mut lower = Lower::new(program);
@@ -100,7 +102,7 @@ impl<'p, 'a> Lower<'p, 'a> {
             globals: Vec::new(),
             calls: Vec::new(),
             read: 0,
-            stack: Stack::default(),
+            stack: StackDepth::default(),
         }
     }
 
@@ -131,9 +133,10 @@ fn constant_data(program: &Program<'_>) -> (u32, Vec<u8>) {
     (u32::try_from(low).unwrap_or(u32::MAX), data)
 }
 
-/// What is known about how deep the private stack gets: compilers subtract a constant from its pointer, and add it again.
+/// What is known about how deep the private stack gets: compilers subtract a constant from its pointer, and add it
+/// again.
 #[derive(Default)]
-struct Stack {
+struct StackDepth {
     depth: u32,
     depth_max: u32,
     is_unknown: bool,
@@ -146,25 +149,25 @@ struct Lower<'p, 'a> {
     calls: Vec<u32>,
     /// Instructions that were read, each time they were.
     read: usize,
-    stack: Stack,
+    stack: StackDepth,
     /// For each function that was read: the locals that each of its blocks assigns, in the order of their beginnings.
     assigned: HashMap<u32, Rc<Vec<Vec<u32>>>>,
 }
 
-/// A function that is being put in its place.
+/// A function that is being inlined.
 struct Frame {
     function: u32,
     /// The registers that its locals are at the moment.
     locals: Vec<Reg>,
     operands: Vec<Reg>,
-    blocks: Vec<Block>,
+    blocks: Vec<WasmBlock>,
     assigned: Rc<Vec<Vec<u32>>>,
     blocks_begun: usize,
     /// Where the code is that is being read.
     offset: usize,
 }
 
-struct Block {
+struct WasmBlock {
     label: Label,
     kind: BlockKind,
     /// Registers that a branch to it assigns: what it results in, or a loop's parameters.
@@ -173,19 +176,11 @@ struct Block {
     /// What was on the stack before it, without its parameters.
     height: usize,
     params: Vec<Reg>,
-    /// Locals that are assigned inside it: their numbers, the register that a branch to it moves them to, and what they were
-    /// before.
+    /// Locals that are assigned inside it: their numbers, the register that a branch to it moves them to, and what they
+    /// were before.
     merges: Vec<(u32, Reg, Reg)>,
     /// Nothing from here to its end can be reached.
     is_dead: bool,
-}
-
-#[derive(Clone, Copy, PartialEq)]
-enum BlockKind {
-    Block,
-    Loop,
-    If,
-    Else,
 }
 
 impl<'a> Lower<'_, 'a> {
@@ -198,7 +193,7 @@ impl<'a> Lower<'_, 'a> {
         self.asm.site(place)
     }
 
-    /// Puts a function here. Returns the registers of its results.
+    /// Inlines a function. Returns the registers of its results.
     fn inline(&mut self, function: u32, arguments: &[Reg], call_offset: usize) -> Result<Vec<Reg>, Refusal> {
         let program = self.program;
         let here = |program: &Program<'_>, caller: Option<&u32>| SourceLocation {
@@ -250,7 +245,7 @@ impl<'a> Lower<'_, 'a> {
         };
         let label = self.asm.label();
         self.asm.push(Op::Block { label });
-        let outer = Block {
+        let outer = WasmBlock {
             label,
             kind: BlockKind::Block,
             targets: results.clone(),
@@ -285,10 +280,7 @@ impl<'a> Lower<'_, 'a> {
     }
 
     fn check_length(&self, function: u32, offset: usize) -> Result<(), Refusal> {
-        match self.asm.is_too_long() || self.read > READ_MAX {
-            true => Err(self.too_long(function, offset)),
-            false => Ok(()),
-        }
+        if self.asm.is_too_long() || self.read > READ_MAX { Err(self.too_long(function, offset)) } else { Ok(()) }
     }
 
     fn too_long(&self, function: u32, offset: usize) -> Refusal {
@@ -379,7 +371,7 @@ impl<'a> Lower<'_, 'a> {
                 let from = self.globals[*global_index as usize];
                 let to = self.asm.register(self.asm.types[from.0 as usize]);
                 if self.program.globals[*global_index as usize].is_stack_pointer {
-                    self.asm.known[to.0 as usize] = Known::Stack(self.stack.depth);
+                    self.asm.known[to.0 as usize] = KnownValue::Stack(self.stack.depth);
                 }
                 self.asm.push(Op::Move { to, from });
                 frame.operands.push(to);
@@ -447,35 +439,36 @@ impl<'a> Lower<'_, 'a> {
     }
 
     /// What is known of a sum or difference: enough to follow the stack pointer.
-    fn fold(&self, op: Bin, a: Reg, b: Reg) -> Known {
+    fn fold(&self, op: Bin, a: Reg, b: Reg) -> KnownValue {
         match (op, self.asm.known(a), self.asm.known(b)) {
-            (Bin::I32Sub, Known::Stack(depth), Known::Constant(n)) => match depth.checked_add(low_half(n)) {
-                Some(depth) => Known::Stack(depth),
-                None => Known::Nothing,
+            (Bin::I32Sub, KnownValue::Stack(depth), KnownValue::Constant(n)) => match depth.checked_add(low_half(n)) {
+                Some(depth) => KnownValue::Stack(depth),
+                None => KnownValue::Nothing,
             },
-            (Bin::I32Add, Known::Stack(depth), Known::Constant(n))
-            | (Bin::I32Add, Known::Constant(n), Known::Stack(depth)) => {
+            (Bin::I32Add, KnownValue::Stack(depth), KnownValue::Constant(n))
+            | (Bin::I32Add, KnownValue::Constant(n), KnownValue::Stack(depth)) => {
                 let added = low_half(n).cast_signed();
                 match depth.checked_add_signed(added.wrapping_neg()) {
-                    Some(depth) => Known::Stack(depth),
-                    None => Known::Nothing,
+                    Some(depth) => KnownValue::Stack(depth),
+                    None => KnownValue::Nothing,
                 }
             }
             // Rounding down takes at most as much as the mask can clear.
-            (Bin::I32And, Known::Stack(depth), Known::Constant(mask)) => {
+            (Bin::I32And, KnownValue::Stack(depth), KnownValue::Constant(mask)) => {
                 let mask = low_half(mask).cast_signed();
-                match mask < 0 && mask > -4096 {
-                    true => Known::Stack(depth.saturating_add(mask.unsigned_abs())),
-                    false => Known::Nothing,
+                if mask < 0 && mask > -4096 {
+                    KnownValue::Stack(depth.saturating_add(mask.unsigned_abs()))
+                } else {
+                    KnownValue::Nothing
                 }
             }
-            _ => Known::Nothing,
+            _ => KnownValue::Nothing,
         }
     }
 
     fn set_stack(&mut self, from: Reg) {
         match self.asm.known(from) {
-            Known::Stack(depth) => {
+            KnownValue::Stack(depth) => {
                 self.stack.depth = depth;
                 self.stack.depth_max = self.stack.depth_max.max(depth);
             }
@@ -494,7 +487,7 @@ impl<'a> Lower<'_, 'a> {
             // Only so that its end is found.
             let (height, results, merges) = (frame.operands.len(), Vec::new(), Vec::new());
             let (targets, params) = (Vec::new(), Vec::new());
-            frame.blocks.push(Block { label, kind, targets, results, height, params, merges, is_dead });
+            frame.blocks.push(WasmBlock { label, kind, targets, results, height, params, merges, is_dead });
             return Ok(());
         }
         let results: Vec<Reg> = results.into_iter().map(|ty| self.asm.register(ty)).collect();
@@ -524,7 +517,7 @@ impl<'a> Lower<'_, 'a> {
             None if kind == BlockKind::Loop => Op::Loop { label },
             None => Op::Block { label },
         });
-        frame.blocks.push(Block { label, kind, targets, results, height, params: entering, merges, is_dead });
+        frame.blocks.push(WasmBlock { label, kind, targets, results, height, params: entering, merges, is_dead });
         Ok(())
     }
 
@@ -565,8 +558,8 @@ impl<'a> Lower<'_, 'a> {
         frame.blocks.iter().rev().nth(1).is_some_and(|block| block.is_dead)
     }
 
-    /// At the end of a block, its results are what is on top of the stack. What comes after a loop comes from its end only,
-    /// so that its locals need not be moved.
+    /// At the end of a block, its results are what is on top of the stack. What comes after a loop comes from its end
+    /// only, so that its locals need not be moved.
     fn finish_results(&mut self, frame: &mut Frame) {
         let Some(block) = frame.blocks.last() else { return };
         if block.is_dead {
@@ -607,7 +600,7 @@ impl<'a> Lower<'_, 'a> {
         self.asm.push(Op::End { label: block.label });
     }
 
-    fn target<'f>(&self, frame: &'f Frame, depth: u32) -> &'f Block {
+    fn target<'f>(&self, frame: &'f Frame, depth: u32) -> &'f WasmBlock {
         &frame.blocks[frame.blocks.len() - 1 - depth as usize]
     }
 
@@ -682,7 +675,7 @@ impl Frame {
 }
 
 /// The locals that each block of a function assigns, in the order of their beginnings. None if there are absurdly many.
-fn assigned(code: &crate::profile::Function<'_>) -> Option<Vec<Vec<u32>>> {
+fn assigned(code: &crate::profile::FunctionCode<'_>) -> Option<Vec<Vec<u32>>> {
     let mut all: Vec<BTreeSet<u32>> = Vec::new();
     let mut open: Vec<usize> = Vec::new();
     let mut total = 0;

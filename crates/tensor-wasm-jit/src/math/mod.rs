@@ -1,10 +1,10 @@
-//! Functions of module `kernel` that no device has to the last bit: exponentials, logarithms, sine and cosine, the hyperbolic
-//! tangent, powers. Each is put in its place as a polynomial in ordinary operations, every one of them rounded the same
-//! everywhere, so that the result has the same bits in the emulator, on every GPU and on a CPU.
+//! Functions of module `kernel` that no device has to the last bit: exponentials, logarithms, sine and cosine, the
+//! hyperbolic tangent, powers. Each is inlined as a polynomial in ordinary operations, every one of them rounded the
+//! same everywhere, so that the result has the same bits in the emulator, on every GPU and on a CPU.
 //!
-//! There are no tables in memory and no fused multiply-adds, which a CPU may have to put together from many instructions:
-//! where twice the precision is needed, numbers are cut so that products are exact. Coefficients are minimax fits of our own;
-//! how far the results are from the truth is measured, and said in `docs/KERNELS.md`.
+//! There are no tables in memory and no fused multiply-adds, which a CPU may have to put together from many
+//! instructions: where twice the precision is needed, numbers are cut so that products are exact. Coefficients are
+//! minimax fits of our own; how far the results are from the truth is measured, and said in `docs/KERNELS.md`.
 
 mod trigonometry;
 
@@ -78,7 +78,7 @@ impl TypedFunction {
 }
 
 impl Assembler {
-    /// Puts a function here. `x` and `y` are the same where there is one operand.
+    /// Inlines a function. `x` and `y` are the same where there is one operand.
     pub(crate) fn expand(&mut self, function: TypedFunction, x: Reg, y: Reg, site: Site) -> Reg {
         let numbers = if function.ty == Ty::F32 { &SINGLE } else { &DOUBLE };
         let mut expand = Expand { asm: self, site, n: numbers };
@@ -640,7 +640,8 @@ impl Expand<'_> {
         self.un(Un::F32DemoteF64, found)
     }
 
-    /// A power in double precision. The logarithm is a sum of two numbers of which the first is cut, with about 65 bits.
+    /// A power in double precision. The logarithm is a sum of two numbers of which the first is cut, with about 65
+    /// bits.
     fn pow_double(&mut self, x: Reg, y: Reg) -> Reg {
         let size = self.abs(x);
         let (e, f) = self.exponent_and_rest(size);

@@ -1,6 +1,6 @@
-//! Sine and cosine, of every finite number: what is left of it after quarter turns, and which quarter that is. Small ones are
-//! reduced by a quarter turn in several parts, the products of which are exact; large ones by as many bits of 2/π as matter,
-//! in integers, on a path of its own.
+//! Sine and cosine, of every finite number: what is left of it after quarter turns, and which quarter that is. Small
+//! ones are reduced by a quarter turn in several parts, the products of which are exact; large ones by as many bits of
+//! 2/π as matter, in integers, on a path of its own.
 
 use super::{DOUBLE, Expand};
 use crate::ir::{Bin, Op, Reg, Ty, Un};
@@ -79,17 +79,14 @@ impl Expand<'_> {
         let whole = self.sub(sum, round);
         // The quarters are in the last bits.
         let quarters = self.bits(sum);
-        let (r, low) = match is_single {
-            true => {
-                let first = self.times(whole, QUARTER[0]);
-                let r = self.sub(size, first);
-                let rest = self.times(whole, QUARTER_REST);
-                (self.sub(r, rest), None)
-            }
-            false => {
-                let (r, low) = self.reduce(size, whole);
-                (r, Some(low))
-            }
+        let (r, low) = if is_single {
+            let first = self.times(whole, QUARTER[0]);
+            let r = self.sub(size, first);
+            let rest = self.times(whole, QUARTER_REST);
+            (self.sub(r, rest), None)
+        } else {
+            let (r, low) = self.reduce(size, whole);
+            (r, Some(low))
         };
         // Both ways come together in these.
         let merged = |own: &mut Self, from: Reg| {

@@ -1,8 +1,8 @@
-//! Branches, and the polls that loops pay for.
+//! Branches as PTX, and the polls that loops pay for.
 
 use std::fmt::Write as _;
 
-use super::{Emitter, FUEL};
+use super::{FUEL, PtxEmitter};
 use crate::image::{CONTROL, RECORD};
 use crate::ir::{Label, Reg};
 
@@ -12,7 +12,7 @@ const POLLS_PER_HOST_POLL: u32 = 16;
 /// Jump tables from this length on are tables.
 const TABLE_MIN: usize = 5;
 
-impl Emitter<'_> {
+impl PtxEmitter<'_> {
     /// A label's name. Those inside a loop that is there twice have another name each time.
     pub(super) fn name(&self, prefix: char, label: Label) -> String {
         match &self.fast {
@@ -73,9 +73,8 @@ impl Emitter<'_> {
         backward.dedup();
         self.asides += 1;
         let number = self.asides;
-        let name = |label: &Label| match backward.contains(label) {
-            true => format!("B{number}_{}", label.0),
-            false => format!("L{}", label.0),
+        let name = |label: &Label| {
+            if backward.contains(label) { format!("B{number}_{}", label.0) } else { format!("L{}", label.0) }
         };
         let names: Vec<String> = labels.iter().map(name).collect();
         let at = self.b32();
@@ -88,8 +87,8 @@ impl Emitter<'_> {
         }
     }
 
-    /// Code that looks whether the launch has to stop, and goes on with a loop if not: once for each loop, however many ways
-    /// lead back to its beginning.
+    /// Code that looks whether the launch has to stop, and goes on with a loop if not: once for each loop, however many
+    /// ways lead back to its beginning.
     pub(super) fn poll_aside(&mut self, label: Label) -> String {
         if let Some(name) = self.polls.get(&label.0) {
             return name.clone();
@@ -111,9 +110,10 @@ impl Emitter<'_> {
         self.aside.push_str(&std::mem::replace(&mut self.out, main));
     }
 
-    /// Ends the work item if the launch was stopped. One item of a warp looks at the clock: whether the launch has run for too
-    /// long, and now and then whether whoever launched it wants it no more. The launch's start is the earliest time that
-    /// anybody saw: a maximum over its number and the time turned around, so that nothing has to be reset between launches.
+    /// Ends the work item if the launch was stopped. One item of a warp looks at the clock: whether the launch has run
+    /// for too long, and now and then whether whoever launched it wants it no more. The launch's start is the earliest
+    /// time that anybody saw: a maximum over its number and the complement of the time, so that nothing has to be reset
+    /// between launches.
     pub(super) fn poll(&mut self) {
         let (now, packed, seen, stop) = (self.b64(), self.b64(), self.b64(), self.b64());
         let (t, late, lane, leader, q) = (self.b32(), self.b32(), self.b32(), self.b32(), self.pred());
@@ -166,8 +166,8 @@ impl Emitter<'_> {
         let _ = writeln!(self.out, "Q{number}:");
     }
 
-    /// Whether the launch was stopped before this work item did anything that shows. It was asked for at the beginning, so
-    /// that the answer is here by now.
+    /// Whether the launch was stopped before this work item did anything that shows. It was asked for at the beginning,
+    /// so that the answer is here by now.
     pub(super) fn look(&mut self) {
         let q = self.pred();
         put!(self, "setp.eq.u64 {q}, %stop, %launch;");

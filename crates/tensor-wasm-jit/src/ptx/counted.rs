@@ -1,12 +1,14 @@
-//! Loops that count, without a fence around each access: what they will access is looked at before.
+//! Counted loops (`loops.rs`) as PTX: a copy without a fence around each access, unrolled, with device pointers as
+//! induction variables, for when a check before the loop finds everything inside. Only this backend has it: it took the
+//! naive matrix product on a GPU from 2.6 times `nvcc -O3` to 1.0, while a processor predicts the branches of its fence.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-use super::{Emitter, FUEL, Fast, space};
+use super::{FUEL, PtxEmitter, UnfencedCopy, space};
 use crate::ir::{Reg, Region, low_half};
 use crate::legalize::Candidate;
-use crate::loops::{self, Counted, Pointer, Step};
+use crate::loops::{self, CountedLoop, InductionPointer, Stride};
 
 /// Times that the body of a counted loop is there in its copy without a fence, if it is short.
 const UNROLL: u32 = 4;
@@ -15,9 +17,9 @@ const UNROLLED_OPS_MAX: usize = 60;
 /// Operations of all copies together.
 const COPIED_OPS_MAX: usize = 20_000;
 
-impl Emitter<'_> {
-    /// Before a loop that counts, looks whether everything it will access is inside, and how often it goes round; if all is
-    /// well, most of it is done without a fence. What is left, if anything, is done by the loop itself.
+impl PtxEmitter<'_> {
+    /// Before a loop that counts, looks whether everything it will access is inside, and how often it goes round; if
+    /// all is well, most of it is done without a fence. What is left, if anything, is done by the loop itself.
     pub(super) fn counted_loop(&mut self, n: usize) {
         if self.fast.is_some() || self.copied > COPIED_OPS_MAX {
             return;
@@ -57,13 +59,14 @@ impl Emitter<'_> {
             let labels = counted.labels.clone();
             // What another copy has checked is not checked here.
             self.checked.clear();
-            self.fast = Some(Fast { labels, copy: copy as usize, pointers: pointers.clone() });
+            self.fast = Some(UnfencedCopy { labels, copy: copy as usize, pointers: pointers.clone() });
             for at in counted.body.clone() {
                 self.one(at, &body.ops[at]);
             }
             self.fast = None;
             if copy + 1 == copies {
-                // What goes round is not moved where it does not: something after the loop may be what it was in the last round.
+                // What goes round is not moved where it does not: something after the loop may be what it was in the
+                // last round.
                 put!(self, "sub.s32 {left}, {left}, {copies};");
                 put!(self, "setp.eq.s32 {q}, {left}, 0;");
                 put!(self, "@{q} bra D{label};");
@@ -82,13 +85,14 @@ impl Emitter<'_> {
     }
 
     /// How often a loop goes round, and whether that is so few that it need not poll.
-    pub(super) fn rounds(&mut self, counted: &Counted, cost: u32, copies: u32) -> (String, String) {
+    pub(super) fn rounds(&mut self, counted: &CountedLoop, cost: u32, copies: u32) -> (String, String) {
         let (distance, ok, rounds) = (self.b32(), self.pred(), self.b32());
         let counter = self.reg(counted.counter);
         let until = counted.until.map_or_else(|| "0".to_owned(), |reg| self.fixed(reg));
-        match counted.counter_step > 0 {
-            true => put!(self, "sub.s32 {distance}, {until}, {counter};"),
-            false => put!(self, "sub.s32 {distance}, {counter}, {until};"),
+        if counted.counter_step > 0 {
+            put!(self, "sub.s32 {distance}, {until}, {counter};");
+        } else {
+            put!(self, "sub.s32 {distance}, {counter}, {until};");
         }
         let step = counted.counter_step.unsigned_abs();
         put!(self, "shr.u32 {rounds}, {distance}, {};", step.trailing_zeros());
@@ -113,17 +117,21 @@ impl Emitter<'_> {
         }
     }
 
-    /// Looks whether what an address will be stays inside its region. Returns a register with the device's address, and what
-    /// is added to it each time round.
-    pub(super) fn pointer(&mut self, counted: &Counted, pointer: &Pointer, ok: &str, rounds: &str) -> (String, String) {
+    /// Looks whether what an address will be stays inside its region. Returns a register with the device's address, and
+    /// what is added to it each time round.
+    pub(super) fn pointer(
+        &mut self,
+        counted: &CountedLoop,
+        pointer: &InductionPointer,
+        ok: &str,
+        rounds: &str,
+    ) -> (String, String) {
         let (first, last, times) = (self.b32(), self.b64(), self.b32());
         put!(self, "mov.b32 {first}, 0;");
         for (reg, shift, is_negative) in &pointer.terms {
             // Headers hold what they hold at first.
-            let mut term = match counted.moves.iter().any(|(to, _)| to == reg) {
-                true => self.reg(*reg),
-                false => self.fixed(*reg),
-            };
+            let mut term =
+                if counted.moves.iter().any(|(to, _)| to == reg) { self.reg(*reg) } else { self.fixed(*reg) };
             if *shift > 0 {
                 let shifted = self.b32();
                 put!(self, "mov.b32 {shifted}, {term};");
@@ -147,8 +155,8 @@ impl Emitter<'_> {
         let (from, end, step) = (self.b64(), self.b64(), self.b64());
         put!(self, "cvt.u64.u32 {from}, {first};");
         match pointer.step {
-            Step::Constant(by) => put!(self, "mov.b64 {step}, {by};"),
-            Step::Register(reg, shift) => {
+            Stride::Constant(by) => put!(self, "mov.b64 {step}, {by};"),
+            Stride::Register(reg, shift) => {
                 let by = self.b32();
                 let reg = self.fixed(reg);
                 put!(self, "mov.b32 {by}, {reg};");
@@ -174,9 +182,9 @@ impl Emitter<'_> {
 }
 
 /// A constant can be part of the instruction.
-fn step_text(step: Step, register: String) -> String {
+fn step_text(step: Stride, register: String) -> String {
     match step {
-        Step::Constant(by) => by.to_string(),
-        Step::Register(..) => register,
+        Stride::Constant(by) => by.to_string(),
+        Stride::Register(..) => register,
     }
 }

@@ -1,15 +1,16 @@
-//! Accesses to memory, each of them fenced.
+//! Accesses to memory as PTX, each of them fenced: clamped into its region now, a trap later; or looked up, and a trap
+//! at once. Which of them, and which region, the access itself says (`legalize.rs`).
 
 use std::fmt::Write as _;
 
-use super::{Emitter, LIMITS_MAX, Limit, Target, load_type, scope, space};
-use crate::groups::{Member, Part};
+use super::{FencedAddress, LIMITS_MAX, PtxEmitter, RegionLimit, load_type, scope, space};
+use crate::groups::{GroupMember, VectorPart};
 use crate::ir::{Access, Address, Reg, Region, Rmw, Site, TrapKind, Ty};
 use crate::legalize::{Candidate, Lookup};
 
-impl Emitter<'_> {
+impl PtxEmitter<'_> {
     /// Where an access goes, checked.
-    pub(super) fn target(&mut self, at: Address, bytes: u32, lookup: Lookup, site: Site) -> Target {
+    pub(super) fn target(&mut self, at: Address, bytes: u32, lookup: Lookup, site: Site) -> FencedAddress {
         if at.is_aligned
             && let Some(target) = self.known_inside(at)
         {
@@ -25,22 +26,22 @@ impl Emitter<'_> {
     }
 
     /// An access that was looked at before its loop began.
-    fn known_inside(&self, at: Address) -> Option<Target> {
+    fn known_inside(&self, at: Address) -> Option<FencedAddress> {
         let (root, distance) = self.facts.root(at.base);
         let (space, pointer, low) = self.fast.as_ref()?.pointers.get(&root)?;
         let distance = i64::from(distance) + i64::from(at.offset) - i64::from(*low);
-        Some(Target { space, address: format!("{pointer}+{distance}") })
+        Some(FencedAddress { space, address: format!("{pointer}+{distance}") })
     }
 
     /// An access that is checked together with others, by the first of them.
-    fn grouped(&mut self, member: Member, at: Address, bytes: u32, lookup: Lookup, site: Site) -> Target {
+    fn grouped(&mut self, member: GroupMember, at: Address, bytes: u32, lookup: Lookup, site: Site) -> FencedAddress {
         if member.is_first {
             let start = Address { base: member.root, offset: 0, ..at };
             let target = self.clamped_from(start, member.low, member.reach, member.multiple, site);
             self.checked.insert(member.group, (target.space, target.address));
         }
         match self.checked.get(&member.group) {
-            Some((space, address)) => Target { space, address: format!("{address}+{}", member.distance) },
+            Some((space, address)) => FencedAddress { space, address: format!("{address}+{}", member.distance) },
             // The first was known to be inside, in a loop that counts.
             None if at.region.can_clamp() => self.clamped(at, bytes, site),
             None => self.looked_up(at, bytes, lookup, site),
@@ -48,20 +49,22 @@ impl Emitter<'_> {
     }
 
     pub(super) fn limit(&mut self, region: Region, bytes: u32, multiple: u32, site: Site) -> usize {
-        let is_same = |limit: &Limit| limit.region == region && limit.bytes == bytes && limit.multiple == multiple;
+        let is_same =
+            |limit: &RegionLimit| limit.region == region && limit.bytes == bytes && limit.multiple == multiple;
         self.limits.iter().position(is_same).unwrap_or_else(|| {
-            self.limits.push(Limit { region, bytes, multiple, site });
+            self.limits.push(RegionLimit { region, bytes, multiple, site });
             self.limits.len() - 1
         })
     }
 
     /// An access that cannot leave its region, and is remembered if it would have.
-    fn clamped(&mut self, at: Address, bytes: u32, site: Site) -> Target {
+    fn clamped(&mut self, at: Address, bytes: u32, site: Site) -> FencedAddress {
         self.clamped_from(at, 0, bytes, if at.is_aligned { bytes } else { 1 }, site)
     }
 
-    /// So many bytes from an address, less or more, all of them inside. What they are a multiple of in the region is known.
-    fn clamped_from(&mut self, at: Address, low: i32, bytes: u32, multiple: u32, site: Site) -> Target {
+    /// So many bytes from an address, less or more, all of them inside. What they are a multiple of in the region is
+    /// known.
+    fn clamped_from(&mut self, at: Address, low: i32, bytes: u32, multiple: u32, site: Site) -> FencedAddress {
         let region = at.region;
         let (space, start, size) = match region {
             Region::Window(n) | Region::SmallWindow(n) => (space(region), format!("%window{n}"), u32::MAX),
@@ -72,7 +75,7 @@ impl Emitter<'_> {
             // Nothing so large fits; what follows is never reached.
             let trap = self.trap(TrapKind::OutOfBounds, site);
             put!(self, "bra {trap};");
-            return Target { space, address: start };
+            return FencedAddress { space, address: start };
         }
         let limit = self.limit(region, bytes, multiple, site);
         let (base, offset, wide) = (self.reg(at.base), self.b32(), self.b64());
@@ -100,11 +103,11 @@ impl Emitter<'_> {
         put!(self, "min.u32 {offset}, {offset}, %limit{limit};");
         put!(self, "cvt.u64.u32 {wide}, {offset};");
         put!(self, "add.s64 {wide}, {wide}, {start};");
-        Target { space, address: wide }
+        FencedAddress { space, address: wide }
     }
 
     /// An access by an address that may be of any region, or is of a window that may be small. Traps at once.
-    fn looked_up(&mut self, at: Address, bytes: u32, lookup: Lookup, site: Site) -> Target {
+    fn looked_up(&mut self, at: Address, bytes: u32, lookup: Lookup, site: Site) -> FencedAddress {
         let (base, address, found) = (self.reg(at.base), self.b64(), self.b64());
         put!(self, "cvt.u64.u32 {address}, {base};");
         if at.offset > 0 {
@@ -136,7 +139,7 @@ impl Emitter<'_> {
         let (q, trap) = (self.pred(), self.trap(TrapKind::OutOfBounds, site));
         put!(self, "setp.eq.s64 {q}, {found}, 0;");
         put!(self, "@{q} bra {trap};");
-        Target { space: "", address: found }
+        FencedAddress { space: "", address: found }
     }
 
     /// Where a region starts, its size, and a generic pointer to it.
@@ -176,11 +179,11 @@ impl Emitter<'_> {
 
     pub(super) fn load(&mut self, to: Reg, access: Access, at: Address, site: Site) {
         let vector = self.legal.groups.vectors.get(&self.at).cloned();
-        if let Some(Part::Rest) = vector {
+        if let Some(VectorPart::Rest) = vector {
             return;
         }
         let target = self.target(at, access.bytes, Lookup::Read, site);
-        if let Some(Part::Lead { registers, distance, from_root }) = vector {
+        if let Some(VectorPart::Lead { registers, distance, from_root }) = vector {
             self.load_vector(&registers, at, &target, distance, from_root);
             return;
         }
@@ -190,7 +193,7 @@ impl Emitter<'_> {
             Ty::I32 | Ty::I64 => load_type(access),
         };
         let name = self.reg(to);
-        let Target { space, address } = &target;
+        let FencedAddress { space, address } = &target;
         if at.is_aligned || access.bytes == 1 {
             put!(self, "ld{space}.{ty} {name}, [{address}];");
             return;
@@ -227,7 +230,7 @@ impl Emitter<'_> {
     }
 
     /// Loads several registers at once. The target is the first one's in the program, not the lowest.
-    fn load_vector(&mut self, registers: &[Reg], at: Address, target: &Target, distance: u32, from_root: i32) {
+    fn load_vector(&mut self, registers: &[Reg], at: Address, target: &FencedAddress, distance: u32, from_root: i32) {
         let (root, _) = self.facts.root(at.base);
         let pointer = target.address.split('+').next().unwrap_or_default();
         let is_fast = self.fast.as_ref().and_then(|fast| fast.pointers.get(&root));
@@ -248,7 +251,7 @@ impl Emitter<'_> {
     pub(super) fn store(&mut self, access: Access, at: Address, value: Reg, site: Site) {
         let name = self.reg(value);
         let target = self.target(at, access.bytes, Lookup::Write, site);
-        let Target { space, address } = &target;
+        let FencedAddress { space, address } = &target;
         let ty = match (self.body.ty(value), access.bytes) {
             (Ty::F32, _) => "f32",
             (Ty::F64, _) => "f64",
@@ -285,7 +288,7 @@ impl Emitter<'_> {
     }
 
     /// Goes aside where an address is not aligned. Returns the labels of the way out and back.
-    pub(super) fn unless_aligned(&mut self, target: &Target, bytes: u32) -> (String, String) {
+    pub(super) fn unless_aligned(&mut self, target: &FencedAddress, bytes: u32) -> (String, String) {
         self.asides += 1;
         let (slow, back) = (format!("U{}", self.asides), format!("V{}", self.asides));
         let (low, q) = (self.b64(), self.pred());
@@ -296,7 +299,7 @@ impl Emitter<'_> {
     }
 
     /// Where an atomic goes. That it is aligned is known, or was checked.
-    pub(super) fn atomic_target(&mut self, at: Address, bytes: u32, site: Site) -> Target {
+    pub(super) fn atomic_target(&mut self, at: Address, bytes: u32, site: Site) -> FencedAddress {
         if at.region.can_clamp() {
             self.clamped(at, bytes, site)
         } else {
@@ -309,7 +312,7 @@ impl Emitter<'_> {
         op: Rmw,
         to: Reg,
         access: Access,
-        target: &Target,
+        target: &FencedAddress,
         value: Reg,
         expected: Reg,
     ) {

@@ -1,11 +1,10 @@
-//! From a kernel's operations to PTX, and the fence around every access.
+//! From a legalised kernel to PTX, operation by operation. A table says what most of them are in PTX (`table.rs`); what
+//! they mean was said before (`legalize.rs`). The rest is the fence, which is this backend's own:
 //!
-//! A table says what most operations are in PTX (`table.rs`). The rest is the fence:
-//!
-//! - An access whose address comes from one window is clamped into it and remembers the largest offset asked for; whether
-//!   any was outside is looked at where the work item ends, at barriers and when it polls. So a bad access never leaves the
-//!   window, and costs the launch its result a little later. Anything else is looked up among all windows and traps at once
-//!   (`memory.rs`). Loops that count are looked at before they begin (`counted.rs`).
+//! - An access whose address comes from one window is clamped into it and remembers the largest offset asked for;
+//!   whether any was outside is looked at where the work item ends, at barriers and when it polls. So a bad access
+//!   never leaves the window, and costs the launch its result a little later. Anything else is looked up among all
+//!   windows and traps at once (`memory.rs`). Counted loops are checked before they begin (`counted.rs`).
 //! - Loops pay for their iterations and poll now and then: whether the launch has run for too long, or was stopped
 //!   (`control.rs`).
 //! - A trap writes one record for the launch and ends the work item.
@@ -45,8 +44,8 @@ const FUEL: u32 = 1 << 18;
 /// One group in this many polls as it starts, for launches of many groups that do not loop. A power of two.
 const GROUPS_PER_POLL: u32 = 1 << 10;
 
-/// Limits that single accesses are checked against; the device's compiler keeps all of them in registers. Beyond these an
-/// access is looked up among all regions.
+/// Limits that single accesses are checked against; the device's compiler keeps all of them in registers. Beyond these
+/// an access is looked up among all regions.
 const LIMITS_MAX: usize = 64;
 
 /// PTX of one kernel.
@@ -59,7 +58,7 @@ const CHECKS_MAX: usize = 100_000;
 const SHORT_OPS_MAX: usize = 256;
 
 /// The end of a region for accesses of so many bytes.
-struct Limit {
+struct RegionLimit {
     region: Region,
     bytes: u32,
     /// What an offset is a multiple of.
@@ -69,21 +68,21 @@ struct Limit {
 }
 
 /// A copy of a loop without a fence.
-struct Fast {
+struct UnfencedCopy {
     labels: HashSet<u32>,
     copy: usize,
-    /// Registers that addresses are a fixed distance from; the state space, the register that holds the device's address, and
-    /// how far below the other that is.
+    /// Registers that addresses are a fixed distance from; the state space, the register that holds the device's
+    /// address, and how far below the other that is.
     pointers: HashMap<Reg, (&'static str, String, i32)>,
 }
 
 /// Where an access goes: in a state space, at an address in a register.
-struct Target {
+struct FencedAddress {
     space: &'static str,
     address: String,
 }
 
-struct Emitter<'b> {
+struct PtxEmitter<'b> {
     legal: &'b Legal,
     body: &'b Body,
     facts: &'b Facts,
@@ -92,14 +91,14 @@ struct Emitter<'b> {
     /// Code that is seldom run, after the rest.
     aside: String,
     temps: [u32; 6],
-    limits: Vec<Limit>,
+    limits: Vec<RegionLimit>,
     traps: Vec<(TrapKind, Site)>,
     trap_numbers: HashMap<(TrapKind, u32), usize>,
     /// Labels of those `if`s that have an `else`.
     with_else: HashSet<u32>,
     loops: Vec<(Label, usize)>,
     /// The copy of a loop without a fence that is being written.
-    fast: Option<Fast>,
+    fast: Option<UnfencedCopy>,
     /// Loops that have such a copy, which ends after the other.
     skipped: HashSet<u32>,
     /// Operations that were written more than once.
@@ -123,7 +122,7 @@ const TEMPS: [(&str, &str); 6] =
 
 pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
     let Legal { body, facts, windows, .. } = legal;
-    let mut emitter = Emitter {
+    let mut emitter = PtxEmitter {
         legal,
         body,
         facts,
@@ -152,7 +151,7 @@ pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
     };
     emitter.operations();
     let needed = |n: usize| {
-        let is_own = |limit: &&Limit| limit.region == Region::Window(u16::try_from(n).unwrap_or(u16::MAX));
+        let is_own = |limit: &&RegionLimit| limit.region == Region::Window(u16::try_from(n).unwrap_or(u16::MAX));
         emitter.limits.iter().filter(is_own).map(|limit| limit.bytes).max().unwrap_or(0)
     };
     let window_bytes_min = (0..windows.len()).map(needed).collect();
@@ -163,10 +162,7 @@ pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
     }
     let text = emitter.finish();
     let params = body.params.iter().zip(windows);
-    let param = |(reg, is_window): (&Reg, &bool)| match is_window {
-        true => Param::Window,
-        false => Param::Scalar(body.ty(*reg)),
-    };
+    let param = |(reg, is_window): (&Reg, &bool)| if *is_window { Param::Window } else { Param::Scalar(body.ty(*reg)) };
     Ok(KernelImage {
         name: body.name.clone(),
         entry: entry_name(&body.name),
@@ -185,8 +181,8 @@ fn entry_name(name: &str) -> String {
     format!("k_{}", name.chars().take(100).map(allowed).collect::<String>())
 }
 
-/// The first operation that writes, loops or waits, or the `if` in which it does so. A path around it comes to the launch's
-/// end a little later.
+/// The first operation that writes, loops or waits, or the `if` in which it does so. A path around it comes to the
+/// launch's end a little later.
 fn look_before(legal: &Legal) -> usize {
     let body = &legal.body;
     // What is over soon need not look.
@@ -213,7 +209,7 @@ fn look_before(legal: &Legal) -> usize {
     body.ops.len()
 }
 
-impl Emitter<'_> {
+impl PtxEmitter<'_> {
     fn temp(&mut self, kind: usize) -> String {
         self.temps[kind] += 1;
         format!("{}{}", TEMPS[kind].0, self.temps[kind] - 1)
@@ -538,13 +534,12 @@ impl Emitter<'_> {
     fn param_list(&self) -> String {
         let mut params = Vec::new();
         for (n, (reg, is_window)) in self.body.params.iter().zip(self.windows).enumerate() {
-            match is_window {
-                true => {
-                    params.push(format!("\t.param .u64 window{n}"));
-                    params.push(format!("\t.param .u32 start{n}"));
-                    params.push(format!("\t.param .u32 size{n}"));
-                }
-                false => params.push(format!("\t.param .{} p{n}", param_type(self.body.ty(*reg)))),
+            if *is_window {
+                params.push(format!("\t.param .u64 window{n}"));
+                params.push(format!("\t.param .u32 start{n}"));
+                params.push(format!("\t.param .u32 size{n}"));
+            } else {
+                params.push(format!("\t.param .{} p{n}", param_type(self.body.ty(*reg))));
             }
         }
         for fixed in [".u64 control", ".u64 record", ".u64 launch", ".u32 budget"] {
@@ -672,7 +667,7 @@ impl Emitter<'_> {
     }
 
     fn set_limit(&mut self, n: usize) {
-        let Limit { region, bytes, multiple, .. } = self.limits[n];
+        let RegionLimit { region, bytes, multiple, .. } = self.limits[n];
         put!(self, "mov.b32 %worst{n}, 0;");
         let (start, size) = match region {
             Region::Window(window) | Region::SmallWindow(window) => {
@@ -733,7 +728,7 @@ impl Emitter<'_> {
     /// Where traps end up: one of a launch writes the record.
     fn epilogue(&mut self) {
         for n in 0..self.limits.len() {
-            let Limit { region, site, .. } = self.limits[n];
+            let RegionLimit { region, site, .. } = self.limits[n];
             let which = match region {
                 Region::Window(window) | Region::SmallWindow(window) => u32::from(window),
                 Region::Stack => RECORD.stack,

@@ -1,9 +1,11 @@
-//! What most operations are in PTX.
+//! What most operations are in PTX. Where an instruction of PTX is not quite the operation (`rem` by -1, `min` of a
+//! NaN, a conversion of one), its row says what is done about it; what is the same for every device is in
+//! `legalize.rs`.
 
 use crate::ir::{Bin, Math, Un};
 
-/// What an operation is in PTX. `D` is what it assigns, `A` and `B` are its operands; `T`, `S`, `U`, `V`, `F`, `G` and `Q` are
-/// registers of its own, of 32, 32, 64 and 64 bits, floats of 32 and 64 bits, and a predicate.
+/// What an operation is in PTX. `D` is what it assigns, `A` and `B` are its operands; `T`, `S`, `U`, `V`, `F`, `G` and
+/// `Q` are registers of its own, of 32, 32, 64 and 64 bits, floats of 32 and 64 bits, and a predicate.
 pub(super) fn unary(op: Un) -> &'static str {
     match op {
         Un::I32Clz => "clz.b32 D, A;",

@@ -87,12 +87,7 @@ impl Host {
         let cells = &self.windows.data()[start as usize..start as usize + bytes.len()];
         for (cell, byte) in cells.iter().zip(bytes) {
             // SAFETY: no kernel runs, and nobody else has this memory.
-            unsafe {
-                match is_in {
-                    true => *cell.get() = *byte,
-                    false => *byte = *cell.get(),
-                }
-            }
+            unsafe { if is_in { *cell.get() = *byte } else { *byte = *cell.get() } }
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The functions that are polynomials in kernels, against others that are closer to the truth: of double precision for those of
-//! single, and numbers of 128 bits for those of double.
+//! The functions that are polynomials in kernels, against others that are closer to the truth: of double precision for
+//! those of single, and numbers of 128 bits for those of double.
 
 use astro_float_num::{BigFloat, Consts, RoundingMode};
 use rand::rngs::StdRng;
@@ -75,12 +75,10 @@ fn native(name: &str, x: f64, y: f64) -> f64 {
 /// By way of a larger one: of the smallest it would take fewer bits for none.
 fn big(x: f64) -> BigFloat {
     let up = 2_f64.powi(100);
-    match x.is_subnormal() {
-        true => {
-            BigFloat::from_f64(x * up, PRECISION).div(&BigFloat::from_f64(up, PRECISION), PRECISION, RoundingMode::None)
-        }
-        false => BigFloat::from_f64(x, PRECISION),
+    if !x.is_subnormal() {
+        return BigFloat::from_f64(x, PRECISION);
     }
+    BigFloat::from_f64(x * up, PRECISION).div(&BigFloat::from_f64(up, PRECISION), PRECISION, RoundingMode::None)
 }
 
 fn exact(name: &str, x: f64, y: f64, constants: &mut Consts) -> BigFloat {
@@ -96,18 +94,20 @@ fn exact(name: &str, x: f64, y: f64, constants: &mut Consts) -> BigFloat {
         "cos" => x.cos(p, round, constants),
         "tanh" => x.tanh(p, round, constants),
         // An odd power has the sign.
-        _ => match x.is_negative() && is_odd {
-            true => x.abs().pow(&y, p, round, constants).neg(),
-            false => x.abs().pow(&y, p, round, constants),
-        },
+        _ => {
+            if x.is_negative() && is_odd {
+                x.abs().pow(&y, p, round, constants).neg()
+            } else {
+                x.abs().pow(&y, p, round, constants)
+            }
+        }
     }
 }
 
 /// Numbers that a function has something to do for, as often as any.
 fn number(name: &str, is_single: bool, rng: &mut StdRng) -> f64 {
-    let any = |rng: &mut StdRng| match is_single {
-        true => f64::from(f32::from_bits(rng.random())),
-        false => f64::from_bits(rng.random()),
+    let any = |rng: &mut StdRng| {
+        if is_single { f64::from(f32::from_bits(rng.random())) } else { f64::from_bits(rng.random()) }
     };
     let ends = if is_single { 110.0 } else { 750.0 };
     match (name, rng.random_range(0..4)) {

@@ -1,5 +1,5 @@
-//! Modules from `wasm-smith` in the profile of kernels, and what Wasmtime and the emulator make of a call. Shared by the test of
-//! generated programs and the fuzzer (`fuzz/`).
+//! Modules from `wasm-smith` in the profile of kernels, and what Wasmtime and the emulator make of a call. Shared by
+//! the test of generated programs and the fuzzer (`fuzz/`).
 
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, ParamBlock};
 use tensor_wasm_jit::{CONTROL, KernelImage, Program, RECORD, Trap, TrapKind, budget_ticks};

@@ -1,5 +1,6 @@
-//! What some kernels become, each of which shows a pass of the compiler: `tests/snapshots/*.wat`, with the PTX beneath. After a
-//! change that is meant, `TENSOR_WASM_BLESS=1` writes them anew, and what has changed is read in the difference.
+//! What some kernels become, each of which shows a pass of the compiler: `tests/snapshots/*.wat`, with the PTX beneath.
+//! After a change that is meant, `TENSOR_WASM_BLESS=1` writes them anew, and what has changed is read in the
+//! difference.
 
 use tensor_wasm_jit::Program;
 
@@ -27,10 +28,7 @@ fn kernels_become_what_their_snapshots_say() {
         let ptx = program.compile("k", &windows).unwrap().ptx;
         let expected = format!("{source}\n\n{MARK}{}", shown(&ptx));
         if expected != text {
-            match is_blessed {
-                true => std::fs::write(&path, expected).unwrap(),
-                false => wrong.push(path),
-            }
+            if is_blessed { std::fs::write(&path, expected).unwrap() } else { wrong.push(path) }
         }
     }
     assert!(count > 5, "there are snapshots");
