@@ -18,6 +18,8 @@
 #[warn(clippy::wildcard_enum_match_arm)]
 mod assemble;
 #[warn(clippy::wildcard_enum_match_arm)]
+pub mod build;
+#[warn(clippy::wildcard_enum_match_arm)]
 mod facts;
 #[warn(clippy::wildcard_enum_match_arm)]
 mod groups;

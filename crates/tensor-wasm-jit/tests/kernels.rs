@@ -1,5 +1,5 @@
-//! Kernels in the emulator: what they compute, and what happens to those that misbehave. Where `ptxas` is found, everything
-//! that is compiled here is assembled too, for every supported device.
+//! Kernels in the emulator: what they compute, and what happens to those that misbehave. Where `ptxas` is found,
+//! everything that is compiled here is assembled too, for every supported device.
 
 #![allow(
     clippy::unwrap_used,
@@ -12,6 +12,7 @@
     reason = "a test that goes wrong says so"
 )]
 
+mod build;
 mod host;
 mod math;
 mod snapshots;
@@ -22,7 +23,9 @@ use host::{Host, HostArg};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, ParamBlock};
-use tensor_wasm_jit::{CONTROL, KernelImage, Memory, Program, RECORD, Refusal, Trap, TrapKind, budget_ticks};
+use tensor_wasm_jit::{
+    CONTROL, HostImage, KernelImage, Memory, Program, RECORD, Refusal, Trap, TrapKind, budget_ticks,
+};
 
 const CONTROL_AT: u64 = 0x30_0000_0000;
 const RECORD_AT: u64 = 0x40_0000_0000;
@@ -57,6 +60,16 @@ fn launch_within(wasm: &[u8], kernel: &str, groups: [u32; 3], items: [u32; 3], a
         image = program.compile_small(kernel, &windows).unwrap();
     }
     assemble(&image);
+    let launched = emulate(&image, groups, items, args, nanos);
+    if launched.trap.as_ref().is_none_or(|trap| trap.kind != TrapKind::Deadline) {
+        let image = program.compile_host(kernel, &windows).unwrap_or_else(|why| panic!("{kernel}: {why}"));
+        compare_with_host(&image, groups, items, args, &launched);
+    }
+    launched
+}
+
+/// Runs a kernel in the emulator.
+fn emulate(image: &KernelImage, groups: [u32; 3], items: [u32; 3], args: &[Arg], nanos: u64) -> Launched {
     let emulator = Emulator::new(&image.ptx).unwrap();
     let mut memory = DeviceMemory::default();
     memory.add(CONTROL_AT, vec![0; CONTROL.bytes as usize]);
@@ -82,27 +95,15 @@ fn launch_within(wasm: &[u8], kernel: &str, groups: [u32; 3], items: [u32; 3], a
     block.set("budget", u64::from(budget_ticks(nanos)));
     let params = block.bytes();
     if let Err(why) = emulator.run(&mut memory, &params, groups, items) {
-        panic!("{kernel}: {why}\n{}", image.ptx);
+        panic!("{}: {why}\n{}", image.name, image.ptx);
     }
     let trap = Trap::read(memory.bytes(RECORD_AT), 7, &image.sites);
-    let launched = Launched { trap, buffers: at.iter().map(|at| memory.bytes(*at).to_vec()).collect() };
-    if launched.trap.as_ref().is_none_or(|trap| trap.kind != TrapKind::Deadline) {
-        compare_with_host(&program, kernel, groups, items, args, &launched);
-    }
-    launched
+    Launched { trap, buffers: at.iter().map(|at| memory.bytes(*at).to_vec()).collect() }
 }
 
 /// Runs the same kernel on the CPU: it must end the same, and leave the same bytes behind.
-fn compare_with_host(
-    program: &Program<'_>,
-    kernel: &str,
-    groups: [u32; 3],
-    items: [u32; 3],
-    args: &[Arg],
-    expected: &Launched,
-) {
-    let windows: Vec<bool> = args.iter().map(|arg| matches!(arg, Arg::Buffer(_))).collect();
-    let image = program.compile_host(kernel, &windows).unwrap_or_else(|why| panic!("{kernel}: {why}"));
+fn compare_with_host(image: &HostImage, groups: [u32; 3], items: [u32; 3], args: &[Arg], expected: &Launched) {
+    let kernel = &image.name;
     let mut buffers: Vec<Vec<u8>> = Vec::new();
     for arg in args {
         if let Arg::Buffer(bytes) = arg {
@@ -120,7 +121,7 @@ fn compare_with_host(
         }
     };
     let host = Host::new();
-    let trap = host.run(&image, &host.compile(&image), groups, items, args.iter().map(host_arg).collect());
+    let trap = host.run(image, &host.compile(image), groups, items, args.iter().map(host_arg).collect());
     let kind = |trap: &Option<Trap>| trap.as_ref().map(|trap| trap.kind);
     assert_eq!(kind(&trap), kind(&expected.trap), "{kernel}: {trap:?} on the CPU, {:?} in the emulator", expected.trap);
     if trap.is_none() {
@@ -483,8 +484,8 @@ fn shared_memory_and_the_stack_begin_as_zeros() {
 
 #[test]
 fn barriers_in_any_control_flow_bring_items_together() {
-    // In both arms of an `if`, in a loop whose length is the group's, and after a branch out of a block: each time an item
-    // reads what its neighbour wrote before.
+    // In both arms of an `if`, in a loop whose length is the group's, and after a branch out of a block: each time an
+    // item reads what its neighbour wrote before.
     let neighbour =
         "(i32.load (i32.add (local.get $s) (i32.and (i32.add (local.get $at) (i32.const 4)) (i32.const 127))))";
     let store = "(i32.store (i32.add (local.get $s) (local.get $at)) (local.get $sum))";
