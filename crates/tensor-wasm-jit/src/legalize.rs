@@ -313,6 +313,11 @@ mod tests {
         legalize(crate::lower::lower(&program, "k").unwrap(), &windows, sizes)
     }
 
+    fn checks(legal: &Legal) -> Vec<TrapKind> {
+        let kind = |op: &Op| if let Op::TrapIf { kind, .. } = op { Some(*kind) } else { None };
+        legal.body.ops.iter().filter_map(kind).collect()
+    }
+
     #[test]
     fn a_division_is_preceded_by_its_checks() {
         let legal = legal(
@@ -321,12 +326,7 @@ mod tests {
                  (i32.store (local.get 0) (i32.rem_s (local.get 1) (local.get 2)))))"#,
             WindowSizes::FitAccesses,
         );
-        let checks: Vec<TrapKind> = legal
-            .body
-            .ops
-            .iter()
-            .filter_map(|op| if let Op::TrapIf { kind, .. } = op { Some(*kind) } else { None })
-            .collect();
+        let checks = checks(&legal);
         assert_eq!(checks, [TrapKind::DivideByZero, TrapKind::IntegerOverflow, TrapKind::DivideByZero]);
         // Checks are not part of what a kernel costs.
         assert_eq!(legal.cost(0, legal.body.ops.len()), legal.body.ops.len() - checks.len());
@@ -339,12 +339,7 @@ mod tests {
                  (i32.store (local.get 0) (i32.trunc_f32_s (local.get 1)))))"#,
             WindowSizes::FitAccesses,
         );
-        let checks: Vec<TrapKind> = legal
-            .body
-            .ops
-            .iter()
-            .filter_map(|op| if let Op::TrapIf { kind, .. } = op { Some(*kind) } else { None })
-            .collect();
+        let checks = checks(&legal);
         assert_eq!(checks, [TrapKind::BadConversion, TrapKind::IntegerOverflow]);
     }
 
@@ -368,7 +363,7 @@ mod tests {
 
     #[test]
     fn accesses_say_where_they_go() {
-        let text = r#"(module (memory 1) (import "kernel" "shared" (func $shared (param i32) (result i32)))
+        let text = r#"(module (import "kernel" "shared" (func $shared (param i32) (result i32))) (memory 1)
           (func (export "k") (param $p i32) (param $n i32) (local $s i32)
             (local.set $s (call $shared (i32.const 64)))
             (drop (i32.load (i32.add (local.get $p) (i32.shl (local.get $n) (i32.const 2)))))
@@ -389,7 +384,7 @@ mod tests {
     #[test]
     fn a_lookup_finds_only_what_it_may_use() {
         let legal = legal(
-            r#"(module (memory 1) (import "kernel" "shared" (func $shared (param i32) (result i32)))
+            r#"(module (import "kernel" "shared" (func $shared (param i32) (result i32))) (memory 1)
               (global $sp (mut i32) (i32.const 65536)) (data (i32.const 16) "constant")
               (func (export "k") (param $p i32) (local $f i32)
                 (global.set $sp (local.tee $f (i32.sub (global.get $sp) (i32.const 16))))

@@ -329,8 +329,8 @@ fn located(b: &mut KernelBuilder, n: &mut u32) {
 #[test]
 fn what_is_built_is_what_wasm_lowers_to() {
     let wasm = wat::parse_str(
-        r#"(module (memory 1)
-          (import "kernel" "global_id" (func $id (param i32) (result i32)))
+        r#"(module (import "kernel" "global_id" (func $id (param i32) (result i32)))
+          (memory 1)
           (func (export "k") (param $p i32) (param $n i32) (param $sum f32)
             (if (i32.lt_u (call $id (i32.const 0)) (local.get $n))
               (then
