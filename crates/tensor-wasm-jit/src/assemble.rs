@@ -164,9 +164,12 @@ impl Assembler {
 
     /// Whether there may be another.
     pub(crate) fn barrier(&mut self, site: Site) -> bool {
+        if self.barriers >= BARRIERS_MAX {
+            return false;
+        }
         self.barriers += 1;
         self.push(Op::Barrier { site });
-        self.barriers <= BARRIERS_MAX
+        true
     }
 
     /// Assigns several registers at once: none is read after it was written.

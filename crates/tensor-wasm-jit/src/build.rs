@@ -29,6 +29,7 @@
 //! saxpy().unwrap();
 //! ```
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::assemble::{Assembler, BARRIERS_MAX, BlockKind, Jump, OPS_MAX, SHARED_BYTES_MAX};
@@ -119,6 +120,8 @@ struct OpenBlock {
     /// What is made inside is used inside.
     scope: u32,
     merges: Vec<Merge>,
+    /// The variables of the merges.
+    carried: HashSet<u32>,
     /// Nothing from here to its end can be reached.
     is_dead: bool,
 }
@@ -181,7 +184,8 @@ impl KernelBuilder {
         let name: String = name.chars().take(NAME_CHARS_MAX).collect();
         let mut asm = Assembler::default();
         let label = asm.label();
-        let whole = OpenBlock { kind: BlockKind::Block, label, scope: 0, merges: Vec::new(), is_dead: false };
+        let (merges, carried) = (Vec::new(), HashSet::new());
+        let whole = OpenBlock { kind: BlockKind::Block, label, scope: 0, merges, carried, is_dead: false };
         KernelBuilder {
             builder: BUILDERS.fetch_add(1, Ordering::Relaxed),
             place: SourceLocation { function: name.clone(), offset: None },
@@ -489,8 +493,7 @@ impl KernelBuilder {
         };
         let value = self.operand("an assignment", value, self.asm.ty(reg))?;
         let inner = self.blocks.iter().rev().take_while(|block| block.scope != scope);
-        let carries = |block: &OpenBlock| block.merges.iter().any(|merge| merge.variable == variable.index);
-        if !inner.into_iter().all(carries) {
+        if !inner.into_iter().all(|block| block.carried.contains(&variable.index)) {
             return Err(BuildError::NotCarried);
         }
         if let Some(slot) = self.variables.get_mut(variable.index as usize) {
@@ -528,8 +531,9 @@ impl KernelBuilder {
         }
         self.carry(carried.len())?;
         let mut before = Vec::with_capacity(carried.len());
-        for (n, variable) in carried.iter().enumerate() {
-            if carried[..n].contains(variable) {
+        let mut distinct = HashSet::with_capacity(carried.len());
+        for variable in carried {
+            if !distinct.insert(variable.index) {
                 return Err(BuildError::Structure { what: "a block carries a variable once" });
             }
             before.push(self.slot(*variable)?.reg);
@@ -552,7 +556,7 @@ impl KernelBuilder {
             (None, BlockKind::Block | BlockKind::If | BlockKind::Else) => Op::Block { label },
         });
         let scope = self.new_scope();
-        self.blocks.push(OpenBlock { kind, label, scope, merges, is_dead: false });
+        self.blocks.push(OpenBlock { kind, label, scope, merges, carried: distinct, is_dead: false });
         Ok(BlockLabel { builder: self.builder, label: label.0 })
     }
 
