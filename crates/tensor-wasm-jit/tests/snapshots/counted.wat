@@ -126,13 +126,13 @@
 ;; L3:
 ;; D2:
 ;;     setp.nan.f32 %q12, %f9, %f9;
-;;     selp.f32 %x0, 0f7FC00000, %f9, %q12;
+;;     selp.f32 %f15, 0f7FC00000, %f9, %q12;
 ;;     sub.s32 %t16, %r2, %base1;
 ;;     max.u32 %worst1, %worst1, %t16;
 ;;     min.u32 %t16, %t16, %limit1;
 ;;     cvt.u64.u32 %u13, %t16;
 ;;     add.s64 %u13, %u13, %window2;
-;;     st.global.f32 [%u13], %x0;
+;;     st.global.f32 [%u13], %f15;
 ;; L1:
 ;;     setp.gt.u32 %q15, %worst0, %limit0;
 ;;     @%q15 bra BAD_0;

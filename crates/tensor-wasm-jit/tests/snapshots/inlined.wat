@@ -54,13 +54,13 @@
 ;; L3:
 ;;     add.rn.f32 %f10, %f2, %f6;
 ;;     setp.nan.f32 %q0, %f10, %f10;
-;;     selp.f32 %x0, 0f7FC00000, %f10, %q0;
+;;     selp.f32 %f11, 0f7FC00000, %f10, %q0;
 ;;     sub.s32 %t2, %r1, %base1;
 ;;     max.u32 %worst1, %worst1, %t2;
 ;;     min.u32 %t2, %t2, %limit1;
 ;;     cvt.u64.u32 %u2, %t2;
 ;;     add.s64 %u2, %u2, %window1;
-;;     st.global.f32 [%u2], %x0;
+;;     st.global.f32 [%u2], %f11;
 ;; L1:
 ;;     setp.gt.u32 %q1, %worst0, %limit0;
 ;;     @%q1 bra BAD_0;

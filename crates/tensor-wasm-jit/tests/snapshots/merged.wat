@@ -50,13 +50,13 @@
 ;;     add.rn.f32 %f10, %f8, %f9;
 ;;     add.rn.f32 %f11, %f7, %f10;
 ;;     setp.nan.f32 %q0, %f11, %f11;
-;;     selp.f32 %x0, 0f7FC00000, %f11, %q0;
+;;     selp.f32 %f12, 0f7FC00000, %f11, %q0;
 ;;     sub.s32 %t2, %r2, %base1;
 ;;     max.u32 %worst1, %worst1, %t2;
 ;;     min.u32 %t2, %t2, %limit1;
 ;;     cvt.u64.u32 %u1, %t2;
 ;;     add.s64 %u1, %u1, %window2;
-;;     st.global.f32 [%u1], %x0;
+;;     st.global.f32 [%u1], %f12;
 ;; L1:
 ;;     setp.gt.u32 %q1, %worst0, %limit0;
 ;;     @%q1 bra BAD_0;

@@ -257,13 +257,13 @@
 ;; L3:
 ;; D2:
 ;;     setp.nan.f32 %q32, %f16, %f16;
-;;     selp.f32 %x0, 0f7FC00000, %f16, %q32;
+;;     selp.f32 %f21, 0f7FC00000, %f16, %q32;
 ;;     sub.s32 %t27, %r4, %base1;
 ;;     max.u32 %worst1, %worst1, %t27;
 ;;     min.u32 %t27, %t27, %limit1;
 ;;     cvt.u64.u32 %u68, %t27;
 ;;     add.s64 %u68, %u68, %window4;
-;;     st.global.f32 [%u68], %x0;
+;;     st.global.f32 [%u68], %f21;
 ;; L1:
 ;;     setp.gt.u32 %q35, %worst0, %limit0;
 ;;     @%q35 bra BAD_0;
