@@ -24,6 +24,10 @@ mod device;
 use std::process::Command;
 use std::time::Instant;
 
+// What the report's file uses, which is another crate's.
+use anyhow as _;
+use serde_json as _;
+
 use device::{Arg, Gpu};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
