@@ -54,4 +54,5 @@ mod exports {
     pub use crate::slab::SlabPlan;
     pub use crate::worker::host::{HostCode, HostKernels, HostLaunch, HostMemory, HostModule};
     pub use crate::worker::keeper::worker_main;
+    pub use crate::worker::lifeline::end_with_server;
 }

@@ -22,6 +22,7 @@ use crate::queue::link::Link;
 use crate::slab::{Slab, WorkerState};
 use crate::worker;
 use crate::worker::host::HostKernels;
+use crate::worker::lifeline;
 
 /// A worker must be ready within this; a CUDA context takes about a third of a second.
 const START_MAX: Duration = Duration::from_secs(60);
@@ -105,7 +106,8 @@ fn start(
             let fd = slab.fd().as_raw_fd();
             let mut command = Command::new(exe);
             command.args(args).args(["--slab-fd", &fd.to_string(), "--device", &choice.to_string()]);
-            command.stdin(Stdio::null()).stdout(Stdio::null());
+            // The lifeline: `Child` holds the write end, and lets go of it when it is waited for.
+            command.stdin(Stdio::piped()).stdout(Stdio::null());
             // Only what CUDA looks at: a worker has no business with our secrets.
             command.env_clear();
             let passed = |(name, _): &(std::ffi::OsString, _)| {
@@ -173,6 +175,10 @@ fn serve(slab: &Arc<Slab>, choice: DeviceChoice, host: HostKernels) {
 
 /// The `main` of a worker process, with the arguments that [`Placement::Process`] appends and what runs kernels on a CPU.
 pub fn worker_main(slab_fd: i32, choice: DeviceChoice, host: HostKernels) -> ExitCode {
+    if let Err(error) = lifeline::end_with_server() {
+        tracing::error!(%error, "the device worker cannot watch its server, and so does not start");
+        return ExitCode::from(2);
+    }
     if let Err(error) = renounce() {
         tracing::warn!(%error, "the device worker keeps privileges it does not need");
     }
@@ -195,16 +201,10 @@ pub fn worker_main(slab_fd: i32, choice: DeviceChoice, host: HostKernels) -> Exi
     }
 }
 
-/// Ends with the parent, never gains privileges, leaves no core file of tenants' memory, and gives up its capabilities.
+/// Never gains privileges, leaves no core file of tenants' memory, and gives up its capabilities.
 fn renounce() -> rustix::io::Result<()> {
-    use rustix::process::{Resource, Rlimit, Signal};
+    use rustix::process::{Resource, Rlimit};
     use rustix::thread::{CapabilitySet, CapabilitySets};
-    let parent = rustix::process::getppid();
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent that died in between sends no signal any more.
-    if rustix::process::getppid() != parent {
-        std::process::exit(1);
-    }
     rustix::thread::set_no_new_privs(true)?;
     rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
     // Registering memory with a device may need to lock more of it than a limit allows.
@@ -216,7 +216,7 @@ fn renounce() -> rustix::io::Result<()> {
     )
 }
 
-/// Opens a device. A worker process ends with the thread that started it, so that is a thread which stays: the keeper's.
+/// Opens a device, on the thread that watches its worker from then on.
 pub(crate) fn open(options: &OpenOptions, metrics: &Arc<Metrics>) -> Result<Opened, Unavailable> {
     let (tell, opened) = channel();
     let (give, device) = channel();

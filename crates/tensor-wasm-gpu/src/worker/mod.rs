@@ -4,6 +4,7 @@
 
 pub(crate) mod host;
 pub(crate) mod keeper;
+pub(crate) mod lifeline;
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
