@@ -1,8 +1,8 @@
 //! The ring that carries jobs from the server to the worker: one writer, one reader, in shared memory, without locks.
 //!
-//! Its entries are the numbers of cells (`queue/job.rs`), where the jobs themselves are. An entry is published by the store
-//! to `tail` and taken by the store to `head`; everything the writer did to the cell before is visible to the reader.
-//! Writers take turns under the scheduler's lock, so there is one at a time.
+//! Its entries are the numbers of cells, where the jobs themselves are (`queue/job.rs`). An entry is published by the release
+//! store to `tail` and taken by the release store to `head`; everything the writer did to the cell before is visible to the
+//! reader. Writers take turns under the scheduler's lock, so there is one at a time.
 
 use crate::sync::{AtomicU32, Ordering};
 
