@@ -2,8 +2,8 @@
 
 use std::str::FromStr;
 
-/// The table of backends: number in the slab, name, kind, and, where a machine may have several devices of it, an index and
-/// how that is written. Sorted from what is always there to what is wanted most; `auto` tries them from the end.
+/// The table of backends: number in the slab, name, kind, and, where a machine may have several devices of it, an index
+/// and how that is written. Sorted from what is always there to what is wanted most; `auto` tries them from the end.
 macro_rules! backends {
     ($($(#[$doc:meta])* $number:literal $name:literal $kind:ident $(($index:ident: $type:ty, $form:literal))?;)+) => {
         /// What kind of device something is.

@@ -1,5 +1,5 @@
-//! Numbers from one width to another. What does not fit becomes the largest number, which is no stream, cell or offset of
-//! anything, and so is refused where it is used: never a smaller number that is somebody else's.
+//! Numbers from one width to another. What does not fit becomes the largest number, which is no stream, cell or offset
+//! of anything, and so is refused where it is used: never a smaller number that is somebody else's.
 
 /// As a word of the slab has it: a stream, a cell, a count of jobs.
 pub(crate) fn half(n: usize) -> u32 {

@@ -1,33 +1,35 @@
 //! Waiting: spin for a moment, then park. Every spin time on a job's way is here, beside what it was weighed against.
 //!
-//! Spinning costs a core, parking costs a wake-up: some 10 µs within a process on a quiet core, 50 µs on a virtual machine
-//! whose core went idle, and 200 µs for the end of a GPU's job, which goes through an interrupt and three threads. Whoever
-//! waits spins for about as long as its wake-up costs, so it never pays more than twice the better of the two.
+//! Spinning costs a core, parking costs a wake-up: some 10 µs within a process on a quiet core, 50 µs on a virtual
+//! machine whose core went idle, and 200 µs for the end of a GPU's job, which goes through an interrupt and three
+//! threads. Whoever waits spins for about as long as its wake-up costs, so it never pays more than twice the better of
+//! the two.
 
 use std::time::{Duration, Instant};
 
 use crate::choice::DeviceKind;
 
-/// A guest's thread spins this long for the end of its launch before it yields to other tasks: launching and completing an
-/// empty kernel takes 10 µs (`device/launch_round_trip`), and yielding as much again.
+/// A guest's thread spins this long for the end of its launch before it yields to other tasks: launching and completing
+/// an empty kernel takes 10 µs (`device/launch_round_trip`), and yielding as much again.
 pub const LAUNCH_SPIN: Duration = Duration::from_micros(12);
 
 /// A task polls its job this long, yielding in between, before it registers its waker with the completion thread: five
 /// empty kernels, and the price of waking a thread on an idle core.
 pub(crate) const TASK_SPIN: Duration = Duration::from_micros(50);
 
-/// A waiting thread and the completion thread spin this long before they park. The end of a GPU's job takes 200 µs to wake
-/// them, and the jobs that matter end within milliseconds. Where the CPU does the work, spinning takes a core from it.
+/// A waiting thread and the completion thread spin this long before they park. The end of a GPU's job takes 200 µs to
+/// wake them, and the jobs that matter end within milliseconds. Where the CPU does the work, spinning takes a core from
+/// it.
 const THREAD_SPIN_DEVICE: Duration = Duration::from_millis(6);
 const THREAD_SPIN_CPU: Duration = Duration::from_micros(100);
 
-/// A worker with an empty ring spins this long before it parks. A worker of a GPU has a core to itself; one of a CPU shares
-/// the cores with the kernels it runs.
+/// A worker with an empty ring spins this long before it parks. A worker of a GPU has a core to itself; one of a CPU
+/// shares the cores with the kernels it runs.
 const WORKER_SPIN_DEVICE: Duration = Duration::from_millis(2);
 const WORKER_SPIN_CPU: Duration = Duration::from_micros(50);
 
-/// `PAUSE` instructions of the completion thread between two looks, together about a microsecond: whoever sends jobs needs
-/// the lock and the core's other half.
+/// `PAUSE` instructions of the completion thread between two looks, together about a microsecond: whoever sends jobs
+/// needs the lock and the core's other half.
 pub(crate) const COMPLETION_PAUSES: u32 = 16;
 
 /// The keeper looks at its worker this often. It is the watchdog, no part of any job's latency.
@@ -37,7 +39,8 @@ const fn is_less(a: Duration, b: Duration) -> bool {
     a.as_nanos() < b.as_nanos()
 }
 
-// Who waits longest parks last: a launch's spin ends in the task's, the task's in the completion thread's, which is awake then.
+// Who waits longest parks last: a launch's spin ends in the task's, the task's in the completion thread's, which is
+// awake then.
 const _: () = assert!(is_less(LAUNCH_SPIN, TASK_SPIN));
 const _: () = assert!(is_less(TASK_SPIN, THREAD_SPIN_CPU) && is_less(THREAD_SPIN_CPU, THREAD_SPIN_DEVICE));
 // Of two sides of one ring the worker parks first: an answer is seen at once, the next job may cost a doorbell.

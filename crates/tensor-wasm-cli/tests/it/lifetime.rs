@@ -1,5 +1,5 @@
-//! Worker processes end with their server, at whatever moment it is killed: while it starts, while its device worker starts,
-//! while a compile worker compiles.
+//! Worker processes end with their server, at whatever moment it is killed: while it starts, while its device worker
+//! starts, while a compile worker compiles.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

@@ -1,8 +1,9 @@
-//! Kernels on the CPU device, compiled and run by Wasmtime. Groups of a launch are run by as many threads as there are cores,
-//! each with an instance of its own; all of them see the launch's buffers in place, mapped into one address space.
+//! Kernels on the CPU device, compiled and run by Wasmtime. Groups of a launch are run by as many threads as there are
+//! cores, each with an instance of its own; all of them see the launch's buffers in place, mapped into one address
+//! space.
 //!
-//! What keeps a kernel inside its buffers is its own code, as on a GPU. Beyond that, the address space holds nothing but
-//! those buffers, whole pages of them, and Wasmtime keeps it from everything else.
+//! What keeps a kernel inside its buffers is its own code, as on a GPU. Beyond that, the address space holds nothing
+//! but those buffers, whole pages of them, and Wasmtime keeps it from everything else.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -168,8 +169,8 @@ impl AddressSpace {
         base.wrapping_add(usize::try_from(address).unwrap_or(0))
     }
 
-    /// Has the windows mapped and nothing else. Returns where they begin, or why it cannot be done. What was mapped for the
-    /// launch before stays if it is the same.
+    /// Has the windows mapped and nothing else. Returns where they begin, or why it cannot be done. What was mapped for
+    /// the launch before stays if it is the same.
     fn map(
         &self,
         mapped: &mut MappedWindows,
@@ -201,8 +202,8 @@ impl AddressSpace {
                 continue;
             }
             let at = self.at(u64::from(*start) - address % PAGE);
-            // SAFETY: the range lies within the address space that Wasmtime reserved for this memory, below its end (`to`), beyond
-            // the page that it knows about. No kernel runs on it: the lock is held.
+            // SAFETY: the range lies within the address space that Wasmtime reserved for this memory, below its end
+            // (`to`), beyond the page that it knows about. No kernel runs on it: the lock is held.
             #[expect(unsafe_code, reason = "buffers are seen in place")]
             let aliased = unsafe { memory.alias(low, len, at) };
             aliased.map_err(|e| format!("its buffers cannot be mapped: {e}"))?;
@@ -564,8 +565,8 @@ impl HelperThreads {
         self.0.len() + 1
     }
 
-    /// Asks so many threads to help. One that is busy comes when that is done, if this launch is not; one that was asked
-    /// by another meanwhile does not.
+    /// Asks so many threads to help. One that is busy comes when that is done, if this launch is not; one that was
+    /// asked by another meanwhile does not.
     fn help(&self, kernel: &Arc<Kernel>, running: &Arc<RunningLaunch>, threads: usize) {
         for helper in self.0.iter().take(threads) {
             let _ = helper.try_send((kernel.clone(), running.clone()));

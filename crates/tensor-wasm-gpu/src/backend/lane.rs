@@ -1,5 +1,5 @@
-//! A tenant's lane: the thread on which its modules are loaded, which may take seconds. Nobody else's launches, and nobody
-//! else's modules, wait for it.
+//! A tenant's lane: the thread on which its modules are loaded, which may take seconds. Nobody else's launches, and
+//! nobody else's modules, wait for it.
 
 use std::collections::HashMap;
 use std::sync::Arc;

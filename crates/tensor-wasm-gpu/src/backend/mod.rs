@@ -1,8 +1,9 @@
 //! What runs jobs: a CUDA device or the CPU. A backend belongs to one worker thread.
 //!
-//! Shared by all of them: which job is which call (`execute.rs`), modules and kernels (`modules.rs`), the threads that load them
-//! (`lane.rs`), recorded graphs (`graphs.rs`). A folder each for what differs, with the same files in all: `mod.rs` (the
-//! device and its operations), `streams.rs`, `memory.rs`, `modules.rs`. How to add another is in ARCHITECTURE.md.
+//! Shared by all of them: which job is which call (`execute.rs`), modules and kernels (`modules.rs`), the threads that
+//! load them (`lane.rs`), recorded graphs (`graphs.rs`). A folder each for what differs, with the same files in all:
+//! `mod.rs` (the device and its operations), `streams.rs`, `memory.rs`, `modules.rs`. How to add another is in
+//! ARCHITECTURE.md.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
@@ -32,7 +33,8 @@ pub(crate) fn open(slab: &Arc<Slab>, choice: DeviceChoice, host: HostKernels) ->
 pub(crate) trait Backend {
     fn info(&self) -> DeviceInfo;
 
-    /// Does a job, or puts it on its stream to be done in order. An error is the job's alone, unless the device is lost.
+    /// Does a job, or puts it on its stream to be done in order. An error is the job's alone, unless the device is
+    /// lost.
     /// `cell` is where the job lies in the slab, for copies inside its payload.
     fn execute(&mut self, stream: usize, job: Job, payload: &[u8], cell: u32) -> Result<Answer, DeviceError>;
 

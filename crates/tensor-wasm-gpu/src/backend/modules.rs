@@ -1,5 +1,6 @@
-//! Kernel modules of a device: images that were uploaded, modules that were loaded, kernels that were found. All of them
-//! are numbered and belong to a tenant's lane. How an image becomes code is the backend's business ([`ModuleLoader`]).
+//! Kernel modules of a device: images that were uploaded, modules that were loaded, kernels that were found. All of
+//! them are numbered and belong to a tenant's lane. How an image becomes code is the backend's business
+//! ([`ModuleLoader`]).
 
 use std::collections::HashMap;
 

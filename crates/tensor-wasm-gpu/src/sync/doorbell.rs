@@ -1,8 +1,8 @@
 //! A doorbell: a word of shared memory and a futex, to wake a thread of this or another process that has parked.
 //!
-//! Who parks says so in the word, looks once more for work, and only then waits on the futex. Who rings makes work visible
-//! and then looks whether anybody is parked. Both orders are sequentially consistent, so one of the two sees the other: no
-//! wake-up is lost, and ringing for somebody who is awake costs one load.
+//! Who parks says so in the word, looks once more for work, and only then waits on the futex. Who rings makes work
+//! visible and then looks whether anybody is parked. Both orders are sequentially consistent, so one of the two sees
+//! the other: no wake-up is lost, and ringing for somebody who is awake costs one load.
 
 use std::time::Duration;
 

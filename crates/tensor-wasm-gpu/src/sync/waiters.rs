@@ -1,8 +1,8 @@
 //! Who waits for what: the wakers between the flag that says a job is done and the task that awaits it.
 //!
-//! Whoever waits registers its waker and then looks at the flag once more; the completion thread takes note of how much news
-//! there is, wakes everybody whose flag is set, and parks only if there is no more news than that and no flag of a waiter is
-//! set. So whichever comes last, the flag or the waker, somebody sees both.
+//! Whoever waits registers its waker and then looks at the flag once more; the completion thread takes note of how much
+//! news there is, wakes everybody whose flag is set, and parks only if there is no more news than that and no flag of a
+//! waiter is set. So whichever comes last, the flag or the waker, somebody sees both.
 
 use std::task::Waker;
 
@@ -93,8 +93,8 @@ mod model {
         }
     }
 
-    /// A device that sets a flag and rings, a completion thread, and somebody who waits: in every order it is woken, and the
-    /// completion thread never parks with nobody left to wake it.
+    /// A device that sets a flag and rings, a completion thread, and somebody who waits: in every order it is woken,
+    /// and the completion thread never parks with nobody left to wake it.
     #[test]
     fn a_waiter_is_woken_in_every_order() {
         let mut model = loom::model::Builder::new();

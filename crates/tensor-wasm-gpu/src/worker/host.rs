@@ -1,5 +1,5 @@
-//! Kernels on the CPU device: what a worker is given to load and run them. How they are written and compiled is not this
-//! crate's business; it hands over bytes and has launches done, in the order of their stream.
+//! Kernels on the CPU device: what a worker is given to load and run them. How they are written and compiled is not
+//! this crate's business; it hands over bytes and has launches done, in the order of their stream.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ pub trait HostCode: Send + Sync {
     /// Compiles a module of the tenant on a stream. The text of an error is for whoever wrote the module.
     fn load(&self, stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String>;
 
-    /// Memory of a stream was given back: what is still mapped of it is to be forgotten, now or when a launch that is under way
-    /// is done. Does not wait.
+    /// Memory of a stream was given back: what is still mapped of it is to be forgotten, now or when a launch that is
+    /// under way is done. Does not wait.
     fn forget(&self, stream: usize);
 }
 

@@ -9,8 +9,8 @@ use parking_lot::RwLock;
 
 use crate::slab::Slab;
 
-/// The memory of a CPU device: everything that was reserved, and the slab. All of it is mapped shared, so that it can be
-/// mapped again somewhere else.
+/// The memory of a CPU device: everything that was reserved, and the slab. All of it is mapped shared, so that it can
+/// be mapped again somewhere else.
 pub struct HostMemory {
     slab: Arc<Slab>,
     /// Sizes, by address.
@@ -66,8 +66,8 @@ impl HostMemory {
         if !self.is_inside(&regions, address, bytes.len() as u64) {
             return false;
         }
-        // SAFETY: inside a live mapping, which stays while the lock is held. Who writes to it meanwhile is a kernel or a tenant
-        // whose own bytes they are: bytes of any value are fine.
+        // SAFETY: inside a live mapping, which stays while the lock is held. Who writes to it meanwhile is a kernel or
+        // a tenant whose own bytes they are: bytes of any value are fine.
         unsafe { std::ptr::copy_nonoverlapping(address as *const u8, bytes.as_mut_ptr(), bytes.len()) };
         true
     }
@@ -94,8 +94,8 @@ impl HostMemory {
         if !address.is_multiple_of(PAGE) || !bytes.is_multiple_of(PAGE) || !self.is_inside(&regions, address, bytes) {
             return Err(io::Error::other("there is no such memory"));
         }
-        // SAFETY: the source is a live shared mapping: of length 0 it is not moved but mapped again. The target is the caller's
-        // to give.
+        // SAFETY: the source is a live shared mapping: of length 0 it is not moved but mapped again. The target is the
+        // caller's to give.
         unsafe {
             rustix::mm::mremap_fixed(address as *mut c_void, 0, len, rustix::mm::MremapFlags::MAYMOVE, at.cast())
         }?;

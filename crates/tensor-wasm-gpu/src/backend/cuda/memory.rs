@@ -45,8 +45,8 @@ pub(super) fn new_pool(device: cu::CUdevice, bytes_max: u64) -> Result<cu::CUmem
     // SAFETY: writes a handle to a variable of ours.
     check(unsafe { cu::cuMemPoolCreate(&mut pool, &props) })?;
     let (mut no, attribute) = (0_u32, cu::CUmemPool_attribute::CU_MEMPOOL_ATTR_REUSE_ALLOW_INTERNAL_DEPENDENCIES);
-    // Memory that a tenant's stream is still to free must not be handed out again with a dependency on that stream: we wait
-    // for what is handed out.
+    // Memory that a tenant's stream is still to free must not be handed out again with a dependency on that stream: we
+    // wait for what is handed out.
     // SAFETY: an integer of ours, of the size the attribute has.
     check(unsafe { cu::cuMemPoolSetAttribute(pool, attribute, (&raw mut no).cast()) })?;
     Ok(pool)

@@ -65,8 +65,9 @@ impl ModuleLoader for CudaLoader {
         };
         let (mut library, mut module, no) = (null_mut(), null_mut(), null_mut());
         let bytes = compiled.as_ptr().cast();
-        // SAFETY: an image from the driver's own compiler, or one whose parts were checked to lie inside it, and no options.
-        // Asking for the module loads it now: the driver would otherwise wait for the first kernel, and complain then.
+        // SAFETY: an image from the driver's own compiler, or one whose parts were checked to lie inside it, and no
+        // options. Asking for the module loads it now: the driver would otherwise wait for the first kernel, and
+        // complain then.
         let result = unsafe {
             match cu::cuLibraryLoadData(&mut library, bytes, null_mut(), null_mut(), 0, null_mut(), no, 0) {
                 CUresult::CUDA_SUCCESS => cu::cuLibraryGetModule(&mut module, library),
@@ -135,7 +136,8 @@ fn params(kernel: cu::CUkernel) -> Result<Vec<(u32, u32)>, DeviceError> {
     let mut params = Vec::new();
     loop {
         let (mut offset, mut size) = (0, 0);
-        // SAFETY: writes two integers to variables of ours; an index beyond the last parameter is an error, not a fault.
+        // SAFETY: writes two integers to variables of ours; an index beyond the last parameter is an error, not a
+        // fault.
         match unsafe { cu::cuKernelGetParamInfo(kernel, params.len(), &mut offset, &mut size) } {
             CUresult::CUDA_ERROR_INVALID_VALUE => return Ok(params),
             result => check(result)?,
@@ -174,8 +176,8 @@ fn compile(ptx: &mut [u8]) -> Result<Vec<u8>, DeviceError> {
     let mut options = [cu::CUjit_option::CU_JIT_ERROR_LOG_BUFFER, cu::CUjit_option::CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES];
     let mut values = [log.as_mut_ptr().cast::<c_void>(), log.len() as *mut c_void];
     let (mut linker, mut image, mut size) = (null_mut(), null_mut(), 0);
-    // SAFETY: options and values are as many as said; the log, its size, the options and the PTX outlive the linker, which is
-    // destroyed before this returns; what it made is copied before.
+    // SAFETY: options and values are as many as said; the log, its size, the options and the PTX outlive the linker,
+    // which is destroyed before this returns; what it made is copied before.
     let (result, compiled) = unsafe {
         let mut result = cu::cuLinkCreate_v2(2, options.as_mut_ptr(), values.as_mut_ptr(), &mut linker);
         if result != CUresult::CUDA_SUCCESS {
