@@ -1,5 +1,5 @@
-//! Raw driver calls, for benchmarks to stand beside: what a program that has the GPU to itself and trusts everybody would
-//! do. Nothing of the product uses it.
+//! Raw driver calls, for benchmarks to stand beside: what a program that has the GPU to itself and trusts everybody
+//! would do. Nothing of the product uses it.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -26,7 +26,8 @@ impl Baseline {
     pub fn open(index: u32) -> Result<Baseline, Unavailable> {
         let (device, _) = crate::backend::cuda::probe(index)?;
         let (mut context, mut stream, mut module, mut function) = (null_mut(), null_mut(), null_mut(), null_mut());
-        // SAFETY: handles are written to variables of ours, in the order they depend on each other; the image ends with a NUL.
+        // SAFETY: handles are written to variables of ours, in the order they depend on each other; the image ends with
+        // a NUL.
         unsafe {
             must(cu::cuDevicePrimaryCtxRetain(&mut context, device));
             must(cu::cuCtxSetCurrent(context));
@@ -64,19 +65,19 @@ impl Baseline {
         // SAFETY: memory is taken, used only for these copies, which are waited for, and given back.
         unsafe {
             must(cu::cuMemAlloc_v2(&mut device, bytes));
-            match pinned {
-                true => must(cu::cuMemAllocHost_v2(&mut host, bytes)),
-                false => {
-                    pageable.resize(bytes, 7_u8);
-                    host = pageable.as_mut_ptr().cast();
-                }
+            if pinned {
+                must(cu::cuMemAllocHost_v2(&mut host, bytes));
+            } else {
+                pageable.resize(bytes, 7_u8);
+                host = pageable.as_mut_ptr().cast();
             }
             std::ptr::write_bytes(host.cast::<u8>(), 7, bytes);
             let samples = (0..=rounds).map(|_| {
                 let started = Instant::now();
-                must(match to_device {
-                    true => cu::cuMemcpyHtoDAsync_v2(device, host, bytes, self.stream),
-                    false => cu::cuMemcpyDtoHAsync_v2(host, device, bytes, self.stream),
+                must(if to_device {
+                    cu::cuMemcpyHtoDAsync_v2(device, host, bytes, self.stream)
+                } else {
+                    cu::cuMemcpyDtoHAsync_v2(host, device, bytes, self.stream)
                 });
                 self.synchronize();
                 started.elapsed()

@@ -1,42 +1,113 @@
-//! Which device to open, as a person asks for it, and why there is none.
+//! Which devices there are, which to open, as a person asks for it, and why there is none.
 
 use std::str::FromStr;
 
-/// `auto`, `cpu`, `cuda` or `cuda:N`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum DeviceChoice {
-    /// CUDA where it works, else the CPU; the reason is kept.
-    #[default]
-    Auto,
-    Cpu,
-    Cuda(u32),
+/// The table of backends: number in the slab, name, kind, and, where a machine may have several devices of it, an index
+/// and how that is written. Sorted from what is always there to what is wanted most; `auto` tries them from the end.
+macro_rules! backends {
+    ($($(#[$doc:meta])* $number:literal $name:literal $kind:ident $(($index:ident: $type:ty, $form:literal))?;)+) => {
+        /// What kind of device something is.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum DeviceKind {
+            $($(#[$doc])* $kind,)+
+        }
+
+        impl DeviceKind {
+            pub fn as_str(self) -> &'static str {
+                match self {
+                    $(DeviceKind::$kind => $name,)+
+                }
+            }
+
+            pub(crate) fn number(self) -> u64 {
+                match self {
+                    $(DeviceKind::$kind => $number,)+
+                }
+            }
+
+            pub(crate) fn from_number(number: u64) -> Option<DeviceKind> {
+                match number {
+                    $($number => Some(DeviceKind::$kind),)+
+                    _ => None,
+                }
+            }
+        }
+
+        /// Which device to open: `auto`, `cpu`, `cuda` or `cuda:N`.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+        pub enum DeviceChoice {
+            /// The best that works; why a better one did not is kept.
+            #[default]
+            Auto,
+            $($(#[$doc])* $kind $(($type))?,)+
+        }
+
+        impl DeviceChoice {
+            /// The first device of each backend.
+            const FIRST: &[DeviceChoice] = &[$(DeviceChoice::$kind $((<$type>::MIN))?),+];
+
+            /// What a person may write.
+            const FORMS: &[&str] = &["auto", $($name, $($form,)?)+];
+        }
+
+        impl FromStr for DeviceChoice {
+            type Err = String;
+
+            fn from_str(text: &str) -> Result<Self, String> {
+                let invalid = || format!("{text:?} is not {}", one_of(DeviceChoice::FORMS));
+                match text {
+                    "auto" => return Ok(DeviceChoice::Auto),
+                    $($name => return Ok(DeviceChoice::$kind $((<$type>::MIN))?),)+
+                    _ => {}
+                }
+                $($(if let Some($index) = text.strip_prefix(concat!($name, ":")) {
+                    return $index.parse().map(DeviceChoice::$kind).map_err(|_| invalid());
+                })?)+
+                Err(invalid())
+            }
+        }
+
+        impl std::fmt::Display for DeviceChoice {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                match self {
+                    DeviceChoice::Auto => f.write_str("auto"),
+                    $(DeviceChoice::$kind $(($index))? => {
+                        f.write_str($name)?;
+                        $(write!(f, ":{}", $index)?;)?
+                        Ok(())
+                    })+
+                }
+            }
+        }
+    };
 }
 
-impl FromStr for DeviceChoice {
-    type Err = String;
+backends! {
+    /// The processor the server runs on.
+    0 "cpu" Cpu;
+    /// An NVIDIA GPU.
+    1 "cuda" Cuda(index: u32, "cuda:N");
+}
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let invalid = || format!("{text:?} is not auto, cpu, cuda or cuda:N");
-        match text.split_once(':') {
-            None => match text {
-                "auto" => Ok(DeviceChoice::Auto),
-                "cpu" => Ok(DeviceChoice::Cpu),
-                "cuda" => Ok(DeviceChoice::Cuda(0)),
-                _ => Err(invalid()),
-            },
-            Some(("cuda", n)) => n.parse().map(DeviceChoice::Cuda).map_err(|_| invalid()),
-            Some(_) => Err(invalid()),
-        }
+impl Default for DeviceKind {
+    /// What is always there.
+    fn default() -> DeviceKind {
+        DeviceKind::Cpu
     }
 }
 
-impl std::fmt::Display for DeviceChoice {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            DeviceChoice::Auto => f.write_str("auto"),
-            DeviceChoice::Cpu => f.write_str("cpu"),
-            DeviceChoice::Cuda(n) => write!(f, "cuda:{n}"),
-        }
+impl DeviceChoice {
+    /// What is tried, in this order, until one opens.
+    pub(crate) fn candidates(self) -> Vec<DeviceChoice> {
+        if self == DeviceChoice::Auto { DeviceChoice::FIRST.iter().rev().copied().collect() } else { vec![self] }
+    }
+}
+
+/// `a, b or c`.
+fn one_of(forms: &[&str]) -> String {
+    match forms {
+        [first @ .., last] if !first.is_empty() => format!("{} or {last}", first.join(", ")),
+        _ => forms.concat(),
     }
 }
 
@@ -81,8 +152,15 @@ mod tests {
             assert_eq!(choice.to_string(), text);
         }
         assert_eq!("cuda".parse(), Ok(DeviceChoice::Cuda(0)));
+        assert_eq!(DeviceChoice::Auto.candidates(), [DeviceChoice::Cuda(0), DeviceChoice::Cpu]);
+        assert_eq!(DeviceChoice::Cuda(2).candidates(), [DeviceChoice::Cuda(2)]);
         for bad in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cpu:1", "auto:0"] {
-            assert!(bad.parse::<DeviceChoice>().unwrap_err().contains(bad), "{bad}");
+            let refused = bad.parse::<DeviceChoice>().unwrap_err();
+            assert!(refused.contains(bad) && refused.ends_with("is not auto, cpu, cuda or cuda:N"), "{refused}");
         }
+        for kind in [DeviceKind::Cpu, DeviceKind::Cuda] {
+            assert_eq!(DeviceKind::from_number(kind.number()), Some(kind));
+        }
+        assert_eq!(DeviceKind::from_number(u64::MAX), None);
     }
 }

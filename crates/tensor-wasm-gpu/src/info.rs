@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub use crate::choice::DeviceKind;
 use crate::choice::Unavailable;
 use crate::slab::{INFO_WORDS, Slab};
 
@@ -19,28 +20,16 @@ pub struct DeviceInfo {
     /// Version of the CUDA the driver is for, as 1000 × major + 10 × minor; zero on a CPU.
     pub driver_version: u32,
     pub threads_per_block_max: u32,
+    /// Threads of a block, and blocks of a grid, in each direction.
+    pub block_max: [u32; 3],
+    pub grid_max: [u32; 3],
     pub shared_bytes_per_block_max: u32,
     /// The slab's address on the device; zero where the device does not see it.
     pub slab_address: u64,
 }
 
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
-pub enum DeviceKind {
-    #[default]
-    Cpu,
-    Cuda,
-}
-
-impl DeviceKind {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            DeviceKind::Cpu => "cpu",
-            DeviceKind::Cuda => "cuda",
-        }
-    }
-}
-
-const NAME_AT: usize = 16;
+const NUMBERS: usize = 16;
+const NAME_AT: usize = NUMBERS;
 const NAME_BYTES_MAX: usize = 128;
 const REASON_AT: usize = NAME_AT + 1 + NAME_BYTES_MAX / 8;
 const REASON_BYTES_MAX: usize = 512;
@@ -48,8 +37,10 @@ const _: () = assert!(REASON_AT + 1 + REASON_BYTES_MAX / 8 <= INFO_WORDS);
 
 pub(crate) fn put(slab: &Slab, info: &DeviceInfo) {
     let words = slab.info();
-    let numbers = [
-        u64::from(info.kind == DeviceKind::Cuda),
+    let ([block_x, block_y, block_z], [grid_x, grid_y, grid_z]) =
+        (info.block_max.map(u64::from), info.grid_max.map(u64::from));
+    let numbers: [u64; NUMBERS] = [
+        info.kind.number(),
         u64::from(info.multiprocessors),
         info.memory_total_bytes,
         info.memory_free_bytes,
@@ -59,6 +50,12 @@ pub(crate) fn put(slab: &Slab, info: &DeviceInfo) {
         u64::from(info.threads_per_block_max),
         u64::from(info.shared_bytes_per_block_max),
         info.slab_address,
+        block_x,
+        block_y,
+        block_z,
+        grid_x,
+        grid_y,
+        grid_z,
     ];
     words.iter().zip(numbers).for_each(|(word, number)| word.store(number, Ordering::Relaxed));
     put_text(&words[NAME_AT..], &info.name, NAME_BYTES_MAX);
@@ -69,7 +66,7 @@ pub(crate) fn get(slab: &Slab) -> DeviceInfo {
     let at = |n: usize| words[n].load(Ordering::Relaxed);
     let half = |n: usize| u32::try_from(at(n)).unwrap_or(u32::MAX);
     DeviceInfo {
-        kind: if at(0) == 1 { DeviceKind::Cuda } else { DeviceKind::Cpu },
+        kind: DeviceKind::from_number(at(0)).unwrap_or_default(),
         name: get_text(&words[NAME_AT..], NAME_BYTES_MAX),
         multiprocessors: half(1),
         memory_total_bytes: at(2),
@@ -79,6 +76,8 @@ pub(crate) fn get(slab: &Slab) -> DeviceInfo {
         threads_per_block_max: half(7),
         shared_bytes_per_block_max: half(8),
         slab_address: at(9),
+        block_max: [half(10), half(11), half(12)],
+        grid_max: [half(13), half(14), half(15)],
     }
 }
 
@@ -157,6 +156,8 @@ mod tests {
             compute_capability: (9, 0),
             driver_version: 13000,
             threads_per_block_max: 1024,
+            block_max: [1024, 1023, 64],
+            grid_max: [u32::MAX, 65_535, 65_534],
             shared_bytes_per_block_max: 232_448,
             slab_address: 0x7f00_0000_0000,
         };

@@ -5,25 +5,42 @@
 //! jobs, through memory both sides share:
 //!
 //! ```text
-//! Tenant → Job → fair line → ring → worker → backend → stream → flag → Completion
+//! Tenant ─ device/  → Job ─ queue/job.rs  → fair line, cell, ring ─ queue/, slab/, sync/
+//!                                                     │
+//!           Completion ← flag ← stream ← backend/  ← worker/
 //! ```
 //!
 //! The folders below are listed in that order, after the lock-free parts that several of them use.
 
+#![allow(
+    unsafe_code,
+    reason = "the one crate that calls the CUDA driver and maps memory; each block says why it is sound"
+)]
+
 // Under the model checker only the lock-free parts are built, over its own atomics: `make model`.
 mod sync;
 
-#[cfg(not(loom))]
-mod backend;
+// What a tenant may ask of a device.
 #[cfg(not(loom))]
 mod device;
+
+// Jobs, whose goes next, and the server's end of the ring and the flags.
 #[cfg(not(loom))]
 mod queue;
+
+// The memory that server and worker share.
 #[cfg(not(loom))]
 mod slab;
+
+// The thread or process that owns a device, and who keeps it alive.
 #[cfg(not(loom))]
 mod worker;
 
+// What runs jobs: CUDA, or the CPU.
+#[cfg(not(loom))]
+mod backend;
+
+// Used all along the way.
 #[cfg(not(loom))]
 #[doc(hidden)]
 pub mod baseline;
@@ -35,12 +52,17 @@ mod error;
 mod info;
 #[cfg(not(loom))]
 mod metrics;
+#[cfg(not(loom))]
+mod number;
+#[cfg(not(loom))]
+mod wait;
 
 #[cfg(not(loom))]
 pub use crate::exports::*;
 
 #[cfg(not(loom))]
 mod exports {
+    pub use crate::backend::cpu::memory::HostMemory;
     pub use crate::choice::{DeviceChoice, Unavailable, optional_libraries};
     pub use crate::device::arena::{Handle, MemoryStats};
     pub use crate::device::launch::{Graph, Grid, Kernel, KernelInfo, Module, Step};
@@ -52,6 +74,8 @@ mod exports {
     pub use crate::error::DeviceError;
     pub use crate::info::{DeviceInfo, DeviceKind};
     pub use crate::slab::SlabPlan;
-    pub use crate::worker::host::{HostCode, HostKernels, HostLaunch, HostMemory, HostModule};
+    pub use crate::wait::{LAUNCH_SPIN, spin_until};
+    pub use crate::worker::host::{HostCode, HostKernels, HostLaunch, HostModule};
     pub use crate::worker::keeper::worker_main;
+    pub use crate::worker::lifeline::end_with_server;
 }

@@ -7,6 +7,13 @@
     clippy::cast_precision_loss,
     reason = "a test sleeps to let things happen, and averages"
 )]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "it fails by panicking, and says what runs"
+)]
+#![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers of its own, all of them small")]
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -2,18 +2,14 @@
 
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use tensor_wasm_gpu::{Completion, DeviceKind, Grid, Handle, Param, Params, Pinned};
+use tensor_wasm_gpu::{Completion, DeviceKind, Grid, Handle, LAUNCH_SPIN, Param, Params, Pinned, spin_until};
 use tensor_wasm_jit::{RECORD, SHARED_ADDRESS, Trap, TrapKind, Ty, budget_ticks};
 
 use crate::cache::{Image, Options};
 use crate::seat::Record;
 use crate::{KernelError, KernelModule, Seat};
-
-/// How long a thread looks for the end of a launch on a GPU before it does something else: a little more than an empty one
-/// takes.
-const LOOK: Duration = Duration::from_micros(12);
 
 /// Windows begin at multiples of this.
 const WINDOW_ALIGN: u64 = 256;
@@ -217,10 +213,7 @@ impl Launch {
         if let Some((completion, record)) = &mut self.under_way {
             // A short kernel is over by the time that a guest would have given its thread away and got it back.
             if std::mem::take(&mut self.is_looked_for) {
-                let until = Instant::now() + LOOK;
-                while !completion.is_over() && Instant::now() < until {
-                    std::hint::spin_loop();
-                }
+                spin_until(|| completion.is_over(), LAUNCH_SPIN);
             }
             let done = std::future::poll_fn(|cx| Future::poll(Pin::new(&mut *completion), cx)).await;
             let mut bytes = [0; RECORD.bytes as usize];

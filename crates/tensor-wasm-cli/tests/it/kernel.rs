@@ -397,7 +397,7 @@ fn run_explains_mistakes_and_exits_with_2() {
         empty("1", grid, &[], &format!("--block {grid}: {expected}"));
     }
     empty("1", "2048", &[], "a block of [2048, 1, 1] threads; this kernel allows 1024");
-    empty("1", "1,1,65", &[], "64 of them deep");
+    empty("1", "1,1,65", &[], "1024 by 1024 by 64");
     empty("1", "65536,65536", &[], "this kernel allows 1024");
     empty("1,65536", "1", &[], "a grid of [1, 65536, 1] blocks; at most");
     empty("1", "1", &["--arg", "i32:1"], "empty takes no arguments; 1 --arg were given");

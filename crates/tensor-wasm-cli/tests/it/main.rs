@@ -23,6 +23,7 @@ mod http;
 mod invoke;
 mod jobs;
 mod kernel;
+mod lifetime;
 mod readme;
 mod run;
 mod shutdown;

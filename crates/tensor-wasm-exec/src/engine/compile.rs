@@ -40,8 +40,6 @@ pub struct Order {
     pub engine: config::Engine,
     pub memory: MemoryKind,
     pub time_ms_max: u64,
-    /// The server that wants it; without that server there is nobody to answer.
-    pub parent: u32,
 }
 
 /// What it answers.
@@ -106,7 +104,6 @@ impl Compiler {
             engine: engine_config.clone(),
             memory,
             time_ms_max: limits.compile_ms_max,
-            parent: std::process::id(),
         };
         let answer = match &self.exe {
             Some(exe) => ask_worker(exe, &order).await,
@@ -165,17 +162,21 @@ async fn install(
 
 async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
     let order_json = serde_json::to_string(order).map_err(|e| Bug(e.to_string()))?;
-    let output = tokio::process::Command::new(exe)
+    let broken = |e: std::io::Error| Bug(format!("{}: {e}", exe.display()));
+    let mut child = tokio::process::Command::new(exe)
         .arg("compile-worker")
         .arg(order_json)
-        .stdin(Stdio::null())
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .kill_on_drop(true)
-        .output();
+        .spawn()
+        .map_err(broken)?;
+    // The worker ends when this does; waiting would close it first if the child had it still.
+    let _lifeline = child.stdin.take();
     let limit = Duration::from_millis(order.time_ms_max);
-    let output = match tokio::time::timeout(limit, output).await {
-        Ok(output) => output.map_err(|e| Bug(format!("{}: {e}", exe.display())))?,
+    let output = match tokio::time::timeout(limit, child.wait_with_output()).await {
+        Ok(output) => output.map_err(broken)?,
         Err(_) => return Err(Rejection::CompileTooLong { limit_ms: order.time_ms_max }.into()),
     };
     if let Ok(answer) = serde_json::from_slice(&output.stdout) {
@@ -188,24 +189,20 @@ async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
     Ok(Answer::Refused { why })
 }
 
-/// The compile worker's whole life: limit itself, compile, answer on stdout.
+/// The compile worker's whole life: tie itself to its server, limit itself, compile, answer on stdout.
 pub fn worker(order_json: &str) -> Result<String, String> {
+    tensor_wasm_gpu::end_with_server().map_err(|e| format!("the server cannot be watched: {e}"))?;
     let order: Order = serde_json::from_str(order_json).map_err(|e| e.to_string())?;
     limit_self(&order);
-    // It may have died before its death could be signalled; a file written now would outlive its reason.
-    if std::os::unix::process::parent_id() != order.parent {
-        return Err("the server that asked is gone".to_owned());
-    }
     serde_json::to_string(&execute(&order)).map_err(|e| e.to_string())
 }
 
 fn limit_self(order: &Order) {
-    use rustix::process::{Resource, Rlimit, Signal, set_parent_process_death_signal, setpriority_process, setrlimit};
+    use rustix::process::{Resource, Rlimit, setpriority_process, setrlimit};
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get() as u64);
     let cpu_s = order.time_ms_max.div_ceil(1000) * cores + CPU_SLACK_S;
     let limit = |n| Rlimit { current: Some(n), maximum: Some(n) };
     // Each of these may be refused in a restricted container; the parent's timeout holds regardless.
-    let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let _ = setrlimit(Resource::Cpu, limit(cpu_s));
     let _ = setrlimit(Resource::Data, limit(order.engine.compile_memory_bytes_max));
     let _ = setrlimit(Resource::Core, limit(0));
@@ -354,14 +351,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (source, output) = (dir.path().join("in"), dir.path().join("out"));
         std::fs::write(&source, wasm).unwrap();
-        let order = Order {
-            source,
-            output,
-            engine: config::Engine::default(),
-            memory: MemoryKind::Pooled,
-            time_ms_max: 1000,
-            parent: 0,
-        };
+        let order =
+            Order { source, output, engine: config::Engine::default(), memory: MemoryKind::Pooled, time_ms_max: 1000 };
         match execute(&order) {
             Answer::Refused { why } => why,
             Answer::Compiled { .. } => panic!("should be refused"),
@@ -394,7 +385,6 @@ mod tests {
             engine: config::Engine::default(),
             memory: MemoryKind::Pooled,
             time_ms_max: 1000,
-            parent: 0,
         };
         let Answer::Compiled { kind, flavor, memory_bytes_min } = execute(&order) else { panic!("should compile") };
         assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));

@@ -1,8 +1,9 @@
-//! Kernels on the CPU device, compiled and run by Wasmtime. Groups of a launch are run by as many threads as there are cores,
-//! each with an instance of its own; all of them see the launch's buffers in place, mapped into one address space.
+//! Kernels on the CPU device, compiled and run by Wasmtime. Groups of a launch are run by as many threads as there are
+//! cores, each with an instance of its own; all of them see the launch's buffers in place, mapped into one address
+//! space.
 //!
-//! What keeps a kernel inside its buffers is its own code, as on a GPU. Beyond that, the address space holds nothing but
-//! those buffers, whole pages of them, and Wasmtime keeps it from everything else.
+//! What keeps a kernel inside its buffers is its own code, as on a GPU. Beyond that, the address space holds nothing
+//! but those buffers, whole pages of them, and Wasmtime keeps it from everything else.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -21,85 +22,85 @@ const PAGE: u64 = 4096;
 /// Launches of fewer work items than this are run by one thread: waking others takes longer.
 const ITEMS_PER_THREAD_MIN: u64 = 1 << 10;
 
-/// Into how many pieces a thread's part of a launch is cut, for those that are done sooner to help the others.
-const PIECES_PER_THREAD: u64 = 16;
+/// Into how many chunks a thread's part of a launch is cut, for those that are done sooner to help the others.
+const CHUNKS_PER_THREAD: u64 = 16;
 
 /// Memory that the threads of a launch may have together for themselves. One always works.
 const OWN_BYTES_MAX: u64 = 256 << 20;
 
 /// Instances of kernels that are kept, of all kernels in this process, and the memory that one may have to be kept.
-const IDLE_MAX: usize = 512;
-const IDLE_BYTES_MAX: usize = 1 << 20;
-static IDLE: AtomicUsize = AtomicUsize::new(0);
+const IDLE_INSTANCES_MAX: usize = 512;
+const IDLE_INSTANCE_BYTES_MAX: usize = 1 << 20;
+static IDLE_INSTANCES: AtomicUsize = AtomicUsize::new(0);
 
 /// Compiles and runs kernels; one for each worker.
-struct Host {
+struct CpuRunner {
     engine: Engine,
-    crew: Crew,
+    helpers: HelperThreads,
     /// The address spaces of streams that have kernels.
-    views: Mutex<HashMap<usize, Weak<View>>>,
+    spaces: Mutex<HashMap<usize, Weak<AddressSpace>>>,
 }
 
 /// What a CPU device is given to run kernels with. Made when the first kernel is loaded.
 pub fn host_kernels() -> HostKernels {
-    HostKernels(Some(Arc::new(Lazy(OnceLock::new()))))
+    HostKernels(Some(Arc::new(LazyRunner(OnceLock::new()))))
 }
 
-struct Lazy(OnceLock<Result<Host, String>>);
+struct LazyRunner(OnceLock<Result<CpuRunner, String>>);
 
-impl HostCode for Lazy {
+impl HostCode for LazyRunner {
     fn load(&self, stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
-        let host = self.0.get_or_init(|| Host::new().map_err(|e| format!("{e:#}")));
+        let host = self.0.get_or_init(|| CpuRunner::new().map_err(|e| format!("{e:#}")));
         host.as_ref().map_err(Clone::clone)?.load(stream, image)
     }
 
     fn forget(&self, stream: usize) {
         if let Some(Ok(host)) = self.0.get() {
-            let view = host.views.lock().get(&stream).and_then(Weak::upgrade);
-            if let Some(view) = view {
-                view.forget();
+            let space = host.spaces.lock().get(&stream).and_then(Weak::upgrade);
+            if let Some(space) = space {
+                space.forget();
             }
         }
     }
 }
 
-impl Host {
-    fn new() -> wasmtime::Result<Host> {
+impl CpuRunner {
+    fn new() -> wasmtime::Result<CpuRunner> {
         let mut config = wasmtime::Config::new();
         // A fused multiplication is one, on every machine.
         config.relaxed_simd_deterministic(true).shared_memory(true);
-        Ok(Host { engine: Engine::new(&config)?, crew: Crew::new(), views: Mutex::default() })
+        Ok(CpuRunner { engine: Engine::new(&config)?, helpers: HelperThreads::new(), spaces: Mutex::default() })
     }
 
     fn load(&self, stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
         let layout = HostLayout::read(image).ok_or("it is not a kernel that was compiled for a CPU")?;
         let module = Module::new(&self.engine, image).map_err(|e| format!("{e:#}"))?;
-        let view = {
-            let mut views = self.views.lock();
-            views.retain(|_, view| view.strong_count() > 0);
-            match views.get(&stream).and_then(Weak::upgrade) {
-                Some(view) => view,
+        let space = {
+            let mut spaces = self.spaces.lock();
+            spaces.retain(|_, space| space.strong_count() > 0);
+            match spaces.get(&stream).and_then(Weak::upgrade) {
+                Some(space) => space,
                 None => {
-                    let view = Arc::new(View::new(&self.engine).map_err(|e| format!("{e:#}"))?);
-                    views.insert(stream, Arc::downgrade(&view));
-                    view
+                    let space = Arc::new(AddressSpace::new(&self.engine).map_err(|e| format!("{e:#}"))?);
+                    spaces.insert(stream, Arc::downgrade(&space));
+                    space
                 }
             }
         };
         // Whoever links it needs a store of the right type; nothing is looked up in it.
         let mut linker = Linker::new(&self.engine);
         let store = Store::new(&self.engine, None);
-        linker.define(&store, "host", "windows", view.memory.clone()).map_err(|e| format!("{e:#}"))?;
-        let poll = |caller: Caller<'_, Watched>| {
+        linker.define(&store, "host", "windows", space.memory.clone()).map_err(|e| format!("{e:#}"))?;
+        let poll = |caller: Caller<'_, CurrentLaunch>| {
             let verdict = caller.data().as_ref().and_then(|launch| launch.verdict());
             verdict.map_or(0, |kind| (kind as u32).cast_signed())
         };
         linker.func_wrap("host", "poll", poll).map_err(|e| format!("{e:#}"))?;
         let pre = linker.instantiate_pre(&module).map_err(|e| format!("{e:#}"))?;
         let params = params(&layout);
-        let crew = self.crew.clone();
-        let kernel = Kernel { pre, layout, params, view, crew, idle: Mutex::default() };
-        Ok(Arc::new(Loaded(Arc::new(kernel))))
+        let helpers = self.helpers.clone();
+        let kernel = Kernel { pre, layout, params, space, helpers, idle: Mutex::default() };
+        Ok(Arc::new(CpuModule(Arc::new(kernel))))
     }
 }
 
@@ -120,28 +121,28 @@ fn params(layout: &HostLayout) -> Vec<(u32, u32)> {
         .collect()
 }
 
-struct Loaded(Arc<Kernel>);
+struct CpuModule(Arc<Kernel>);
 
 /// A kernel of a tenant. An image has one.
 struct Kernel {
-    pre: InstancePre<Watched>,
+    pre: InstancePre<CurrentLaunch>,
     layout: HostLayout,
     params: Vec<(u32, u32)>,
-    view: Arc<View>,
-    crew: Crew,
+    space: Arc<AddressSpace>,
+    helpers: HelperThreads,
     /// Instances that are not in use.
-    idle: Mutex<Vec<Runner>>,
+    idle: Mutex<Vec<KernelInstance>>,
 }
 
 /// An address space that kernels of one stream see their buffers in.
-struct View {
+struct AddressSpace {
     memory: SharedMemory,
-    mapped: Mutex<Mapped>,
+    mapped: Mutex<MappedWindows>,
     is_stale: AtomicBool,
 }
 
 #[derive(Default)]
-struct Mapped {
+struct MappedWindows {
     /// Pages of the device, and where they are here.
     windows: Vec<Window>,
     end: u64,
@@ -155,11 +156,11 @@ struct Window {
     start: u32,
 }
 
-impl View {
-    fn new(engine: &Engine) -> wasmtime::Result<View> {
+impl AddressSpace {
+    fn new(engine: &Engine) -> wasmtime::Result<AddressSpace> {
         // All of a kernel's addresses are reserved; what can be touched is mapped for each launch.
         let memory = SharedMemory::new(engine, MemoryType::shared(1, 1 << 16))?;
-        Ok(View { memory, mapped: Mutex::default(), is_stale: AtomicBool::new(false) })
+        Ok(AddressSpace { memory, mapped: Mutex::default(), is_stale: AtomicBool::new(false) })
     }
 
     /// Where an address of the kernel's is.
@@ -168,11 +169,11 @@ impl View {
         base.wrapping_add(usize::try_from(address).unwrap_or(0))
     }
 
-    /// Has the windows mapped and nothing else. Returns where they begin, or why it cannot be done. What was mapped for the
-    /// launch before stays if it is the same.
+    /// Has the windows mapped and nothing else. Returns where they begin, or why it cannot be done. What was mapped for
+    /// the launch before stays if it is the same.
     fn map(
         &self,
-        mapped: &mut Mapped,
+        mapped: &mut MappedWindows,
         memory: &HostMemory,
         wanted: &[(u64, u64)],
         from: u64,
@@ -201,8 +202,8 @@ impl View {
                 continue;
             }
             let at = self.at(u64::from(*start) - address % PAGE);
-            // SAFETY: the range lies within the address space that Wasmtime reserved for this memory, below its end (`to`), beyond
-            // the page that it knows about. No kernel runs on it: the lock is held.
+            // SAFETY: the range lies within the address space that Wasmtime reserved for this memory, below its end
+            // (`to`), beyond the page that it knows about. No kernel runs on it: the lock is held.
             #[expect(unsafe_code, reason = "buffers are seen in place")]
             let aliased = unsafe { memory.alias(low, len, at) };
             aliased.map_err(|e| format!("its buffers cannot be mapped: {e}"))?;
@@ -212,7 +213,7 @@ impl View {
     }
 
     /// Unmaps everything.
-    fn clear(&self, mapped: &mut Mapped) -> Result<(), String> {
+    fn clear(&self, mapped: &mut MappedWindows) -> Result<(), String> {
         let first = 1 << 16;
         mapped.windows.clear();
         self.is_stale.store(false, Ordering::Relaxed);
@@ -238,20 +239,20 @@ impl View {
 }
 
 /// An instance of a kernel, for one thread.
-struct Runner {
-    store: Store<Watched>,
+struct KernelInstance {
+    store: Store<CurrentLaunch>,
     own: Memory,
     run: TypedFunc<(), i32>,
 }
 
 /// The launch that an instance works on.
-type Watched = Option<Arc<Progress>>;
+type CurrentLaunch = Option<Arc<RunningLaunch>>;
 
 /// A launch, which several threads work on.
-struct Progress {
+struct RunningLaunch {
     next: AtomicU64,
     groups: u64,
-    piece: u64,
+    chunk: u64,
     is_over: AtomicBool,
     until: Instant,
     /// What every thread's own memory begins with.
@@ -268,7 +269,7 @@ struct Progress {
     waiting: Thread,
 }
 
-impl Progress {
+impl RunningLaunch {
     fn stop(&self, trap: [u32; 10]) {
         self.trap.lock().get_or_insert(trap);
         self.is_over.store(true, Ordering::Relaxed);
@@ -278,8 +279,8 @@ impl Progress {
         if self.is_over.load(Ordering::Relaxed) {
             return None;
         }
-        let first = self.next.fetch_add(self.piece, Ordering::Relaxed);
-        (first < self.groups).then(|| (first, self.piece.min(self.groups - first)))
+        let first = self.next.fetch_add(self.chunk, Ordering::Relaxed);
+        (first < self.groups).then(|| (first, self.chunk.min(self.groups - first)))
     }
 
     /// Begins to help, unless the launch is over: nobody waits for helpers that are busy with another one.
@@ -318,9 +319,9 @@ impl Progress {
 }
 
 /// Leaves, whatever happens.
-struct Leave<'a>(&'a Progress);
+struct LeaveOnDrop<'a>(&'a RunningLaunch);
 
-impl Drop for Leave<'_> {
+impl Drop for LeaveOnDrop<'_> {
     fn drop(&mut self) {
         self.0.leave();
     }
@@ -334,13 +335,13 @@ fn bare(kind: TrapKind) -> [u32; 10] {
     [kind as u32, 0, RECORD.nothing, 0, 0, 0, 0, 0, 0, 0]
 }
 
-impl HostModule for Loaded {
+impl HostModule for CpuModule {
     fn params(&self, _kernel: &str) -> Option<Vec<(u32, u32)>> {
         Some(self.0.params.clone())
     }
 
     fn launch(&self, launch: &HostLaunch<'_>) {
-        let Some(block) = Block::read(&self.0.layout, &self.0.params, launch.params) else { return };
+        let Some(block) = LaunchParams::read(&self.0.layout, &self.0.params, launch.params) else { return };
         let trap = self.0.launch(launch, &block).unwrap_or_else(|why| {
             tracing::error!(why, "a kernel could not be run on the CPU");
             Some(bare(TrapKind::Unreachable))
@@ -353,7 +354,7 @@ impl HostModule for Loaded {
 }
 
 /// A launch's parameters, read.
-struct Block {
+struct LaunchParams {
     own: Vec<Argument>,
     record: u64,
     launch: u64,
@@ -366,8 +367,8 @@ enum Argument {
     Window { address: u64, size: u64 },
 }
 
-impl Block {
-    fn read(layout: &HostLayout, places: &[(u32, u32)], bytes: &[u8]) -> Option<Block> {
+impl LaunchParams {
+    fn read(layout: &HostLayout, places: &[(u32, u32)], bytes: &[u8]) -> Option<LaunchParams> {
         let mut places = places.iter();
         let mut number = || {
             let (offset, size) = places.next()?;
@@ -389,31 +390,31 @@ impl Block {
             });
         }
         let (_control, record, launch, budget) = (number()?, number()?, number()?, number()?);
-        Some(Block { own, record, launch, budget: Duration::from_nanos(budget << CONTROL.tick_shift) })
+        Some(LaunchParams { own, record, launch, budget: Duration::from_nanos(budget << CONTROL.tick_shift) })
     }
 }
 
 impl Kernel {
-    fn launch(self: &Arc<Self>, launch: &HostLaunch<'_>, block: &Block) -> Result<Option<[u32; 10]>, String> {
+    fn launch(self: &Arc<Self>, launch: &HostLaunch<'_>, block: &LaunchParams) -> Result<Option<[u32; 10]>, String> {
         // Held while the kernel runs: what it sees stays where it is.
-        let mut mapped = self.view.mapped.lock();
+        let mut mapped = self.space.mapped.lock();
         let window = |argument: &Argument| match argument {
             Argument::Window { address, size } => Some((*address, *size)),
             Argument::Bits(_) => None,
         };
         let windows: Vec<(u64, u64)> = block.own.iter().filter_map(window).collect();
         let (from, to) = (u64::from(self.layout.windows_from), u64::from(self.layout.windows_to));
-        let starts = self.view.map(&mut mapped, launch.memory, &windows, from, to)?;
+        let starts = self.space.map(&mut mapped, launch.memory, &windows, from, to)?;
         let groups: u64 = launch.groups.iter().map(|n| u64::from(*n)).product();
         let items: u32 = launch.items.iter().product();
         let threads = groups.saturating_mul(u64::from(items)) / ITEMS_PER_THREAD_MIN;
         // Stacks and contexts of a group are each thread's own.
         let affordable = OWN_BYTES_MAX / self.layout.memory(items).0.max(1);
-        let threads = threads.min(affordable).clamp(1, self.crew.threads() as u64).min(groups);
-        let progress = Arc::new(Progress {
+        let threads = threads.min(affordable).clamp(1, self.helpers.threads() as u64).min(groups);
+        let running = Arc::new(RunningLaunch {
             next: AtomicU64::new(0),
             groups,
-            piece: (groups / (threads * PIECES_PER_THREAD)).max(1),
+            chunk: (groups / (threads * CHUNKS_PER_THREAD)).max(1),
             is_over: AtomicBool::new(false),
             until: Instant::now() + block.budget,
             call: self.call_block(block, launch, &starts),
@@ -425,18 +426,18 @@ impl Kernel {
             helping: AtomicUsize::new(0),
             waiting: std::thread::current(),
         });
-        self.crew.help(self, &progress, usize::try_from(threads - 1).unwrap_or(0));
-        self.work(&progress);
-        progress.close();
+        self.helpers.help(self, &running, usize::try_from(threads - 1).unwrap_or(0));
+        self.work(&running);
+        running.close();
         // Pinned memory may be another guest's by the next launch.
         let is_lent = windows.iter().any(|(address, _)| launch.memory.is_slab(*address));
-        if is_lent || self.view.is_stale.load(Ordering::Relaxed) {
-            self.view.clear(&mut mapped)?;
+        if is_lent || self.space.is_stale.load(Ordering::Relaxed) {
+            self.space.clear(&mut mapped)?;
         }
-        Ok(*progress.trap.lock())
+        Ok(*running.trap.lock())
     }
 
-    fn call_block(&self, block: &Block, launch: &HostLaunch<'_>, starts: &[u32]) -> Vec<u8> {
+    fn call_block(&self, block: &LaunchParams, launch: &HostLaunch<'_>, starts: &[u32]) -> Vec<u8> {
         let mut bytes = vec![0; CALL.params as usize + CALL.param_bytes as usize * block.own.len()];
         let mut put = |at: u32, value: &[u8]| bytes[at as usize..at as usize + value.len()].copy_from_slice(value);
         for axis in 0..3 {
@@ -459,65 +460,65 @@ impl Kernel {
         bytes
     }
 
-    /// Runs pieces of a launch until there are none.
-    fn work(&self, progress: &Arc<Progress>) {
+    /// Runs chunks of a launch until there are none.
+    fn work(&self, running: &Arc<RunningLaunch>) {
         let idle = self.idle.lock().pop();
         if idle.is_some() {
-            IDLE.fetch_sub(1, Ordering::Relaxed);
+            IDLE_INSTANCES.fetch_sub(1, Ordering::Relaxed);
         }
-        let runner = idle.map_or_else(|| self.runner(), Ok);
-        let result = runner.and_then(|mut runner| {
-            *runner.store.data_mut() = Some(progress.clone());
-            let trap = runner.pieces(&self.layout, progress)?;
-            *runner.store.data_mut() = None;
-            self.keep(runner);
+        let instance = idle.map_or_else(|| self.instance(), Ok);
+        let result = instance.and_then(|mut instance| {
+            *instance.store.data_mut() = Some(running.clone());
+            let trap = instance.run_chunks(&self.layout, running)?;
+            *instance.store.data_mut() = None;
+            self.keep(instance);
             Ok(trap)
         });
         match result {
             Ok(None) => {}
-            Ok(Some(trap)) => progress.stop(trap),
+            Ok(Some(trap)) => running.stop(trap),
             Err(error) => {
                 // The fence did not hold, and Wasmtime's did; or there was no memory for its items.
                 tracing::error!(error = format!("{error:#}"), "a kernel on the CPU could not be run");
-                progress.stop(bare(TrapKind::OutOfBounds));
+                running.stop(bare(TrapKind::OutOfBounds));
             }
         }
     }
 
     /// Keeps an instance for the next launch, unless it is large or there are many: each has 4 GiB of addresses.
-    fn keep(&self, runner: Runner) {
-        let is_small = runner.own.data_size(&runner.store) <= IDLE_BYTES_MAX;
-        let more = |n: usize| (n < IDLE_MAX).then_some(n + 1);
-        if is_small && IDLE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok() {
-            self.idle.lock().push(runner);
+    fn keep(&self, instance: KernelInstance) {
+        let is_small = instance.own.data_size(&instance.store) <= IDLE_INSTANCE_BYTES_MAX;
+        let more = |n: usize| (n < IDLE_INSTANCES_MAX).then_some(n + 1);
+        if is_small && IDLE_INSTANCES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok() {
+            self.idle.lock().push(instance);
         }
     }
 
-    fn runner(&self) -> wasmtime::Result<Runner> {
-        let mut store: Store<Watched> = Store::new(self.pre.module().engine(), None);
+    fn instance(&self) -> wasmtime::Result<KernelInstance> {
+        let mut store: Store<CurrentLaunch> = Store::new(self.pre.module().engine(), None);
         let instance = self.pre.instantiate(&mut store)?;
         let own = instance.get_memory(&mut store, "own").ok_or_else(|| wasmtime::Error::msg("it has no memory"))?;
         let run = instance.get_typed_func::<(), i32>(&mut store, "run")?;
-        Ok(Runner { store, own, run })
+        Ok(KernelInstance { store, own, run })
     }
 }
 
 impl Drop for Kernel {
     fn drop(&mut self) {
-        IDLE.fetch_sub(self.idle.lock().len(), Ordering::Relaxed);
+        IDLE_INSTANCES.fetch_sub(self.idle.lock().len(), Ordering::Relaxed);
     }
 }
 
-impl Runner {
-    fn pieces(&mut self, layout: &HostLayout, progress: &Progress) -> wasmtime::Result<Option<[u32; 10]>> {
-        let (bytes, ..) = layout.memory(progress.items);
+impl KernelInstance {
+    fn run_chunks(&mut self, layout: &HostLayout, running: &RunningLaunch) -> wasmtime::Result<Option<[u32; 10]>> {
+        let (bytes, ..) = layout.memory(running.items);
         let pages = bytes.div_ceil(1 << 16);
         let has = self.own.size(&self.store);
         if pages > has {
             self.own.grow(&mut self.store, pages - has)?;
         }
-        self.own.write(&mut self.store, 0, &progress.call)?;
-        while let Some((first, count)) = progress.take() {
+        self.own.write(&mut self.store, 0, &running.call)?;
+        while let Some((first, count)) = running.take() {
             self.own.write(&mut self.store, CALL.first as usize, &first.to_le_bytes())?;
             self.own.write(&mut self.store, CALL.count as usize, &count.to_le_bytes())?;
             if self.run.call(&mut self.store, ())? != 0 {
@@ -536,39 +537,39 @@ impl Runner {
 /// Threads that help with launches, shared by all streams of a device: one fewer than there are cores, because whoever
 /// launches works too.
 #[derive(Clone)]
-struct Crew(Arc<Vec<SyncSender<Task>>>);
+struct HelperThreads(Arc<Vec<SyncSender<HelpRequest>>>);
 
 /// A launch to help with.
-type Task = (Arc<Kernel>, Arc<Progress>);
+type HelpRequest = (Arc<Kernel>, Arc<RunningLaunch>);
 
-impl Crew {
-    fn new() -> Crew {
+impl HelperThreads {
+    fn new() -> HelperThreads {
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let helper = |n: usize| {
-            let (sender, tasks) = sync_channel::<Task>(1);
+            let (sender, tasks) = sync_channel::<HelpRequest>(1);
             let run = move || {
-                for (kernel, progress) in tasks {
-                    if progress.join() {
-                        let _leaves = Leave(&progress);
-                        kernel.work(&progress);
+                for (kernel, running) in tasks {
+                    if running.join() {
+                        let _leaves = LeaveOnDrop(&running);
+                        kernel.work(&running);
                     }
                 }
             };
             let spawned = std::thread::Builder::new().name(format!("kernel-{n}")).spawn(run);
             spawned.ok().map(|_| sender)
         };
-        Crew(Arc::new((1..cores).filter_map(helper).collect()))
+        HelperThreads(Arc::new((1..cores).filter_map(helper).collect()))
     }
 
     fn threads(&self) -> usize {
         self.0.len() + 1
     }
 
-    /// Asks so many threads to help. One that is busy comes when that is done, if this launch is not; one that was asked
-    /// by another meanwhile does not.
-    fn help(&self, kernel: &Arc<Kernel>, progress: &Arc<Progress>, threads: usize) {
+    /// Asks so many threads to help. One that is busy comes when that is done, if this launch is not; one that was
+    /// asked by another meanwhile does not.
+    fn help(&self, kernel: &Arc<Kernel>, running: &Arc<RunningLaunch>, threads: usize) {
         for helper in self.0.iter().take(threads) {
-            let _ = helper.try_send((kernel.clone(), progress.clone()));
+            let _ = helper.try_send((kernel.clone(), running.clone()));
         }
     }
 }

@@ -1,72 +1,92 @@
-//! A tenant's lane: the thread on which its modules are loaded, which may take seconds. Nobody else's launches, and nobody
-//! else's modules, wait for it.
+//! A tenant's lane: the thread on which its modules are loaded, which may take seconds. Nobody else's launches, and
+//! nobody else's modules, wait for it.
 
+use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Sender, channel};
 
-use super::finish;
+use super::modules::{ModuleLoader, Modules};
 use crate::error::DeviceError;
-use crate::queue::job::{Answer, Job, Sent};
+use crate::queue::job::{Answer, Cell, SentJob};
 use crate::slab::Slab;
 
-/// What lanes do their jobs with.
-pub(super) trait Loader: Send + Sync + 'static {
-    /// Whatever a thread needs before its first job.
-    fn enter(&self) -> Result<(), DeviceError>;
+/// The lanes of a device that have a thread, by their numbers. A lane gets one with its first job.
+pub(super) struct Lanes(HashMap<usize, Lane>);
 
-    fn execute(&self, lane: usize, slab: &Slab, job: Job, payload: &[u8], cell: u32) -> Result<Answer, DeviceError>;
+impl Lanes {
+    pub(super) fn new() -> Lanes {
+        Lanes(HashMap::new())
+    }
+
+    /// Has a job done on its lane, which answers it and sets its flag.
+    pub(super) fn hand<L: ModuleLoader>(
+        &mut self,
+        modules: &Arc<Modules<L>>,
+        slab: &Arc<Slab>,
+        sent: SentJob,
+        payload: &[u8],
+        cell: u32,
+    ) {
+        let lane = self.0.entry(sent.stream).or_insert_with(|| Lane::start(sent.stream, modules, slab));
+        lane.hand(slab, LaneJob { sent, payload: payload.to_vec(), cell });
+    }
+
+    /// Its thread ends once what it was handed is done; nobody waits for that.
+    pub(super) fn close(&mut self, lane: usize) {
+        self.0.remove(&lane);
+    }
+
+    pub(super) fn close_all(&mut self) {
+        self.0.clear();
+    }
 }
 
-/// A thread that loads the modules of one tenant. It ends when this is dropped and what it was handed is done.
-pub(super) struct Lane {
+struct Lane {
     number: usize,
-    slab: Arc<Slab>,
-    jobs: Option<Sender<Handed>>,
+    /// None where no thread could be started.
+    jobs: Option<Sender<LaneJob>>,
 }
 
-struct Handed {
-    sent: Sent,
+struct LaneJob {
+    sent: SentJob,
     payload: Vec<u8>,
     cell: u32,
 }
 
 impl Lane {
-    pub(super) fn start(number: usize, loader: Arc<impl Loader>, slab: Arc<Slab>) -> Lane {
-        let (sender, jobs) = channel::<Handed>();
-        let own = slab.clone();
+    fn start<L: ModuleLoader>(number: usize, modules: &Arc<Modules<L>>, slab: &Arc<Slab>) -> Lane {
+        let (sender, jobs) = channel::<LaneJob>();
+        let (modules, slab) = (modules.clone(), slab.clone());
         let run = move || {
-            let current = loader.enter();
-            for Handed { sent, payload, cell } in jobs {
-                let answer = current.clone().and_then(|()| loader.execute(number, &own, sent.job, &payload, cell));
+            let entered = modules.loader().enter();
+            for LaneJob { sent, payload, cell } in jobs {
+                let answer = entered.clone().and_then(|()| modules.execute(number, &slab, sent.job, &payload, cell));
                 if let Err(error @ DeviceError::DeviceLost { .. }) = &answer {
-                    return crate::worker::lost(&own, error);
+                    return crate::worker::lost(&slab, error);
                 }
-                finish(&own, &sent, cell, &answer);
+                finish(&slab, &sent, cell, &answer);
             }
         };
         let spawned = std::thread::Builder::new().name(format!("lane-{number}")).spawn(run);
-        Lane { number, slab, jobs: spawned.is_ok().then_some(sender) }
+        Lane { number, jobs: spawned.is_ok().then_some(sender) }
     }
 
-    pub(super) fn hand(&self, sent: Sent, payload: &[u8], cell: u32) {
-        let number = self.number;
-        let handed = Handed { sent, payload: payload.to_vec(), cell };
+    fn hand(&self, slab: &Slab, job: LaneJob) {
         let refused = match &self.jobs {
-            Some(jobs) => jobs.send(handed).err().map(|refused| refused.0),
-            None => Some(handed),
+            Some(jobs) => jobs.send(job).err().map(|refused| refused.0),
+            None => Some(job),
         };
-        if let Some(Handed { sent, cell, .. }) = refused {
-            let why = format!("no thread can be started for lane {number}");
-            finish(&self.slab, &sent, cell, &Err(DeviceError::Refused { why }));
+        if let Some(LaneJob { sent, cell, .. }) = refused {
+            let why = format!("no thread can be started for lane {}", self.number);
+            finish(slab, &sent, cell, &Err(DeviceError::Refused { why }));
         }
     }
 }
 
-/// Copies an image out of the slab, and so many bytes more that are zero.
-pub(super) fn uploaded(slab: &Slab, offset: u64, bytes: u64, more: usize) -> Option<Vec<u8>> {
-    offset.checked_add(bytes).filter(|end| *end < slab.len() as u64)?;
-    let len = usize::try_from(bytes).ok()?;
-    let mut image = vec![0; len + more];
-    slab.copy_out(offset, &mut image[..len]);
-    Some(image)
+/// Answers a job of a lane, and says that it is done.
+fn finish(slab: &Slab, sent: &SentJob, cell: u32, answer: &Result<Answer, DeviceError>) {
+    Cell(slab.cell(cell)).answer(answer);
+    slab.flag(sent.stream).store(sent.number, Ordering::Release);
+    slab.done_bell().ring();
 }

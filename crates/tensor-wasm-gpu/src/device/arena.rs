@@ -9,6 +9,7 @@
 use slab::Slab;
 
 use crate::error::DeviceError;
+use crate::number::{half, index};
 
 /// Four classes per doubling: a block is at most a quarter larger than what was asked for, from a kilobyte on.
 const CLASSES: usize = 4 * 33 + 1;
@@ -168,7 +169,7 @@ impl Arena {
             Some(index) => index,
             None if self.entries.len() < HANDLES_MAX => {
                 self.entries.push(Entry::default());
-                self.entries.len() as u32 - 1
+                half(self.entries.len() - 1)
             }
             None => {
                 self.free[class].push(block);
@@ -277,7 +278,7 @@ impl Arena {
         let address = chunk.address + chunk.fresh;
         (chunk.bytes - chunk.fresh >= bytes).then(|| {
             chunk.fresh += bytes;
-            Block { address, chunk: n as u32, class: class as u8 }
+            Block { address, chunk: half(n), class: u8::try_from(class).unwrap_or(u8::MAX) }
         })
     }
 
@@ -322,7 +323,7 @@ fn handle(origin: Origin, generation: u32, index: u32) -> Handle {
 
 fn parts(Handle(mut bits): Handle) -> (Origin, u32, u32) {
     let mut take = |count: u32| {
-        let low = (bits & ((1 << count) - 1)) as u32;
+        let low = half(index(bits & ((1 << count) - 1)));
         bits >>= count;
         low
     };
@@ -410,7 +411,7 @@ mod tests {
                     assert_eq!(arena.free(handle), Err(DeviceError::StaleHandle), "twice");
                     assert_eq!(arena.span(handle, 0, 1, false), Err(DeviceError::StaleHandle), "after free");
                 }
-                assert_eq!(arena.stats().buffers as usize, handles.len());
+                assert_eq!(index(arena.stats().buffers), handles.len());
             }
             handles.drain(..).for_each(|handle| arena.free(handle).unwrap());
             let stats = arena.stats();

@@ -11,6 +11,7 @@ use crate::device::pinned::Pinned;
 use crate::device::staging::{BLOCK_BYTES, Block, Keep, Staging};
 use crate::device::{Completion, Tenant};
 use crate::error::DeviceError;
+use crate::number::index;
 use crate::queue::job::{Cell, Job};
 use crate::queue::link::Order;
 use crate::slab::PAYLOAD_BYTES_MAX;
@@ -73,7 +74,7 @@ impl Tenant {
         // As many as there are blocks for are under way at once. Blocks come back when their copies are seen to be done, so
         // whoever has some under way waits for those, and only then for others'.
         let mut under_way = VecDeque::new();
-        for (n, piece) in bytes.chunks(BLOCK_BYTES as usize).enumerate() {
+        for (n, piece) in bytes.chunks(index(BLOCK_BYTES)).enumerate() {
             let block = loop {
                 match (bound.link.staging.try_block(), under_way.pop_front()) {
                     (Some(block), oldest) => {
@@ -100,13 +101,9 @@ impl Tenant {
         self.check_range(buffer, offset, bytes.len())?;
         self.zero_first(buffer)?;
         let bound = self.0.bound()?;
-        in_parallel(
-            &bound.link.staging,
-            bytes.chunks(BLOCK_BYTES as usize).enumerate().collect(),
-            |block, (n, piece)| {
-                self.write_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece).map(|sent| (sent, ()))
-            },
-        )
+        in_parallel(&bound.link.staging, bytes.chunks(index(BLOCK_BYTES)).enumerate().collect(), |block, (n, piece)| {
+            self.write_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece).map(|sent| (sent, ()))
+        })
     }
 
     fn write_block(&self, block: Block, buffer: Handle, offset: u64, piece: &[u8]) -> Result<Completion, DeviceError> {
@@ -140,7 +137,7 @@ impl Tenant {
         self.check_range(buffer, offset, bytes.len())?;
         let bound = self.0.bound()?;
         // All that fit are under way at once; each is copied out as it comes.
-        let mut pieces = bytes.chunks_mut(BLOCK_BYTES as usize).enumerate();
+        let mut pieces = bytes.chunks_mut(index(BLOCK_BYTES)).enumerate();
         let mut under_way = VecDeque::new();
         loop {
             let block = match (pieces.len(), under_way.is_empty()) {
@@ -169,7 +166,7 @@ impl Tenant {
         let bound = self.0.bound()?;
         in_parallel(
             &bound.link.staging,
-            bytes.chunks_mut(BLOCK_BYTES as usize).enumerate().collect(),
+            bytes.chunks_mut(index(BLOCK_BYTES)).enumerate().collect(),
             |block, (n, piece)| {
                 let sent = self.read_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece.len() as u64)?;
                 Ok((sent, piece))

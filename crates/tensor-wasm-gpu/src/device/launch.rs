@@ -12,6 +12,7 @@ use crate::device::staging::{BLOCK_BYTES, Keep};
 use crate::device::{Bound, Completion, Garbage, Tenant, lane};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
+use crate::number;
 use crate::queue::job::{Answer, Cell, Job};
 use crate::queue::link::{CONTROL, Order, Ticket};
 use crate::slab::PAYLOAD_BYTES_MAX;
@@ -139,7 +140,7 @@ impl Tenant {
         // PTX ends with a NUL.
         block.slab().copy_in(block.offset + image.len() as u64, &[0]);
         let lane = lane(self.0.stream);
-        let job = Job::Upload { lane: lane as u32, offset: block.offset, bytes: image.len() as u64 };
+        let job = Job::Upload { lane: number::half(lane), offset: block.offset, bytes: image.len() as u64 };
         let order = Order { job, payload: &[], keeps: Some(Keep::Block(block)) };
         let answer = bound.link.send(CONTROL, vec![order])?.await?;
         let image = half(answer.values[0]);
@@ -347,11 +348,16 @@ fn check_grid(kernel: &Kernel, grid: Grid, info: &DeviceInfo) -> Result<(), Devi
     }
     let per_block = threads.iter().try_fold(1_u32, |product, n| product.checked_mul(*n));
     let threads_max = kernel.threads_max.min(info.threads_per_block_max);
-    if per_block.is_none_or(|n| n > threads_max) || threads[2] > 64 {
-        return bad(format!("a block of {threads:?} threads; this kernel allows {threads_max}, 64 of them deep"));
+    let exceeds = |asked: [u32; 3], max: [u32; 3]| asked.iter().zip(max).any(|(asked, max)| *asked > max);
+    if per_block.is_none_or(|n| n > threads_max) || exceeds(threads, info.block_max) {
+        let [x, y, z] = info.block_max;
+        return bad(format!(
+            "a block of {threads:?} threads; this kernel allows {threads_max}, at most {x} by {y} by {z}"
+        ));
     }
-    if blocks[0] > i32::MAX as u32 || blocks[1] > 65_535 || blocks[2] > 65_535 {
-        return bad(format!("a grid of {blocks:?} blocks; at most 2147483647 by 65535 by 65535 are possible"));
+    if exceeds(blocks, info.grid_max) {
+        let [x, y, z] = info.grid_max;
+        return bad(format!("a grid of {blocks:?} blocks; the device allows {x} by {y} by {z}"));
     }
     let shared = u64::from(shared_bytes) + u64::from(kernel.shared_bytes);
     if shared > u64::from(info.shared_bytes_per_block_max) {

@@ -29,6 +29,7 @@ use crate::device::pinned::{Pinned, PinnedPool};
 use crate::error::DeviceError;
 use crate::info::{DeviceInfo, DeviceKind};
 use crate::metrics::{Gauges, Metrics, Reading};
+use crate::number::half;
 use crate::queue::fair::Share;
 use crate::queue::job::{Answer, Job};
 use crate::queue::link::{CONTROL, Link, Order, Ticket};
@@ -292,7 +293,7 @@ impl Device {
     pub fn open(options: &OpenOptions) -> Result<Device, Unavailable> {
         let metrics = Arc::new(Metrics::default());
         let Opened { link, fallback, keeper } = keeper::open(options, &metrics)?;
-        let unused = (1..SEATS as u32).rev().collect();
+        let unused = (1..half(SEATS)).rev().collect();
         let tenants = Tenants { by_name: HashMap::new(), unused, seats: 0, closing: Vec::new() };
         let inner = Arc::new(Inner {
             current: RwLock::new(Arc::new(Bound::new(link))),

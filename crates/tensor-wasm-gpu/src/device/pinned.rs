@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use rustix::mm::{self, MapFlags, MprotectFlags, ProtFlags};
 
 use crate::error::DeviceError;
+use crate::number::index;
 use crate::slab::Slab;
 
 /// Parts begin and end at multiples of this, a page.
@@ -131,7 +132,7 @@ impl Pinned {
         let mut at = 0;
         while at < self.0.len {
             let len = (self.0.len - at).min(ZEROS.len() as u64);
-            self.0.pool.slab.copy_in(self.0.offset + at, &ZEROS[..len as usize]);
+            self.0.pool.slab.copy_in(self.0.offset + at, &ZEROS[..index(len)]);
             at += len;
         }
     }
@@ -228,7 +229,7 @@ mod tests {
         assert_eq!(pages.len(), 256);
         drop(pages);
         for (n, part) in parts.iter().enumerate() {
-            part.write(0, &vec![n as u8 + 1; 1 << 20]).unwrap();
+            part.write(0, &vec![u8::try_from(n).unwrap() + 1; 1 << 20]).unwrap();
         }
         let mut seen = vec![0; 1 << 20];
         parts[2].read(0, &mut seen).unwrap();

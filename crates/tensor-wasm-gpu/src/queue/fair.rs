@@ -239,10 +239,10 @@ mod tests {
         let mut on_device: VecDeque<(usize, i64)> = VecDeque::new();
         for (at, line) in ids.iter().enumerate() {
             let backlog = if at == 0 { 1 } else { 200 };
-            (0..backlog).for_each(|_| fair.submit(*line, now, now as u64).unwrap());
+            (0..backlog).for_each(|_| fair.submit(*line, now, now.cast_unsigned()).unwrap());
         }
         for _ in 0..jobs {
-            while let Some((line, since)) = fair.next(now as u64) {
+            while let Some((line, since)) = fair.next(now.cast_unsigned()) {
                 on_device.push_back((line, since));
             }
             let (line, since) = on_device.pop_front().unwrap();
@@ -253,7 +253,7 @@ mod tests {
             if at == 0 {
                 longest = longest.max(now - since);
             }
-            fair.submit(line, now, now as u64).unwrap();
+            fair.submit(line, now, now.cast_unsigned()).unwrap();
         }
         (got, longest)
     }

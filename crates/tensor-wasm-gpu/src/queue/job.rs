@@ -8,98 +8,168 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::error::DeviceError;
 use crate::slab::{ANSWER_WORDS, CELL_WORDS, JOB_WORDS, PAYLOAD_BYTES_MAX, TEXT_BYTES_MAX};
 
-/// What a worker is asked to do. Addresses are the device's, offsets are the slab's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Job {
+/// A field of a job as words of a cell.
+trait Field: Sized {
+    const WORDS: usize;
+
+    fn put(self, words: &mut [u64]);
+
+    /// `None` for words that no value of this type is written as.
+    fn get(words: &[u64]) -> Option<Self>;
+
+    /// A value whose every byte matters, for tests.
+    #[cfg(test)]
+    fn sample(seed: u64) -> Self;
+}
+
+macro_rules! number_field {
+    ($type:ty) => {
+        impl Field for $type {
+            const WORDS: usize = 1;
+
+            fn put(self, words: &mut [u64]) {
+                words[0] = u64::from(self);
+            }
+
+            fn get(words: &[u64]) -> Option<$type> {
+                <$type>::try_from(words[0]).ok()
+            }
+
+            #[cfg(test)]
+            fn sample(seed: u64) -> $type {
+                let [.., low] = seed.to_be_bytes();
+                <$type>::MAX - <$type>::from(low)
+            }
+        }
+    };
+}
+
+number_field!(u8);
+number_field!(u32);
+number_field!(u64);
+
+impl Field for [u32; 3] {
+    const WORDS: usize = 3;
+
+    fn put(self, words: &mut [u64]) {
+        words.iter_mut().zip(self).for_each(|(word, number)| *word = u64::from(number));
+    }
+
+    fn get(words: &[u64]) -> Option<[u32; 3]> {
+        let at = |n: usize| u32::try_from(words[n]).ok();
+        Some([at(0)?, at(1)?, at(2)?])
+    }
+
+    #[cfg(test)]
+    fn sample(seed: u64) -> [u32; 3] {
+        [0, 1, 2].map(|n| u32::sample(seed + n))
+    }
+}
+
+/// The table of jobs. From it come the enum, how each is written into a cell and read from one, its name, and samples of
+/// every job for the tests. A number is what a cell's first word says; 0 is no job.
+macro_rules! jobs {
+    ($($(#[$doc:meta])* $number:literal $name:ident $({ $($field:ident: $type:ty),+ $(,)? })?;)+) => {
+        /// What a worker is asked to do. Addresses are the device's, offsets are the slab's.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum Job {
+            $($(#[$doc])* $name $({ $($field: $type),+ })?,)+
+        }
+
+        $(const _: () = assert!($number > 0 && HEAD_WORDS $($(+ <$type as Field>::WORDS)+)? <= JOB_WORDS);)+
+
+        impl Job {
+            /// For messages and logs.
+            pub(crate) fn name(&self) -> &'static str {
+                match self {
+                    $(Job::$name $({ $($field: _),+ })? => stringify!($name),)+
+                }
+            }
+
+            fn to_words(self) -> [u64; JOB_WORDS] {
+                let mut words = [0; JOB_WORDS];
+                match self {
+                    $(Job::$name $({ $($field),+ })? => {
+                        words[0] = $number;
+                        $(
+                            let rest = &mut words[HEAD_WORDS..];
+                            $(let rest = put_field(rest, $field);)+
+                            let _ = rest;
+                        )?
+                    })+
+                }
+                words
+            }
+
+            fn from_words(words: &[u64; JOB_WORDS]) -> Option<Job> {
+                match words[0] {
+                    $($number => {
+                        $(
+                            let rest = &words[HEAD_WORDS..];
+                            $(let ($field, rest) = get_field::<$type>(rest)?;)+
+                            let _ = rest;
+                        )?
+                        Some(Job::$name $({ $($field),+ })?)
+                    })+
+                    _ => None,
+                }
+            }
+
+            /// One of each.
+            #[cfg(test)]
+            fn samples(seed: u64) -> Vec<Job> {
+                vec![$(Job::$name $({ $($field: <$type>::sample(seed + stringify!($field).len() as u64)),+ })?),+]
+            }
+        }
+    };
+}
+
+fn put_field<F: Field>(words: &mut [u64], field: F) -> &mut [u64] {
+    let (own, rest) = words.split_at_mut(F::WORDS);
+    field.put(own);
+    rest
+}
+
+fn get_field<F: Field>(words: &[u64]) -> Option<(F, &[u64])> {
+    let (own, rest) = words.split_at(F::WORDS);
+    Some((F::get(own)?, rest))
+}
+
+jobs! {
     /// Makes a stream and a memory pool with a true cap. Stream 0, the control stream, exists always.
-    OpenStream {
-        stream: u32,
-        memory_bytes_max: u64,
-        sm_count: u32,
-    },
+    1 OpenStream { stream: u32, memory_bytes_max: u64, sm_count: u32 };
     /// Forgets a stream on which everything is done.
-    CloseStream {
-        stream: u32,
-    },
+    2 CloseStream { stream: u32 };
     /// On a stream: gives back its memory and forgets its graphs. On a lane: unloads its modules.
-    Clear,
+    3 Clear;
     /// Takes memory from the stream's pool. Answers with its address.
-    Reserve {
-        stream: u32,
-        bytes: u64,
-    },
-    Release {
-        stream: u32,
-        address: u64,
-        bytes: u64,
-    },
-    Fill {
-        address: u64,
-        bytes: u64,
-        value: u8,
-    },
-    Write {
-        from_offset: u64,
-        to_address: u64,
-        bytes: u64,
-    },
-    Read {
-        from_address: u64,
-        to_offset: u64,
-        bytes: u64,
-    },
+    4 Reserve { stream: u32, bytes: u64 };
+    5 Release { stream: u32, address: u64, bytes: u64 };
+    6 Fill { address: u64, bytes: u64, value: u8 };
+    7 Write { from_offset: u64, to_address: u64, bytes: u64 };
+    8 Read { from_address: u64, to_offset: u64, bytes: u64 };
     /// The payload is what is written.
-    WriteInline {
-        to_address: u64,
-    },
+    9 WriteInline { to_address: u64 };
     /// What is read becomes the payload.
-    ReadInline {
-        from_address: u64,
-        bytes: u64,
-    },
-    Copy {
-        from_address: u64,
-        to_address: u64,
-        bytes: u64,
-    },
-    /// Takes a copy of a module in the slab, for a lane. Answers with the image's number. Quick, so that staging is soon free.
-    Upload {
-        lane: u32,
-        offset: u64,
-        bytes: u64,
-    },
-    /// Loads an image, which is forgotten with this. Answers with the module's number. Modules and kernels are the business of
-    /// a tenant's lane, not of its stream: compiling takes long.
-    Load {
-        image: u32,
-    },
-    ForgetImage {
-        image: u32,
-    },
-    Unload {
-        module: u32,
-    },
-    /// Finds a kernel; its name is the payload. Answers with its number and limits; the payload becomes the offset and size of
-    /// each parameter, as pairs of u32.
-    Kernel {
-        module: u32,
-    },
+    10 ReadInline { from_address: u64, bytes: u64 };
+    11 Copy { from_address: u64, to_address: u64, bytes: u64 };
+    /// Copies a module out of the slab, for a lane. Answers with the image's number. Quick, so that staging is soon free.
+    12 Upload { lane: u32, offset: u64, bytes: u64 };
+    /// Loads an image, which is forgotten with this. Answers with the module's number. Modules and kernels are the business
+    /// of a tenant's lane, not of its stream: compiling takes long.
+    13 Load { image: u32 };
+    14 ForgetImage { image: u32 };
+    15 Unload { module: u32 };
+    /// Finds a kernel; its name is the payload. Answers with its number and limits; the payload becomes the offset and size
+    /// of each parameter, as pairs of u32.
+    16 Kernel { module: u32 };
     /// The payload is the parameter block.
-    Launch {
-        kernel: u32,
-        grid: [u32; 3],
-        block: [u32; 3],
-        shared_bytes: u32,
-    },
+    17 Launch { kernel: u32, grid: [u32; 3], block: [u32; 3], shared_bytes: u32 };
     /// The stream's next jobs are recorded, not run, until `GraphEnd`, which answers with the graph's number.
-    GraphBegin,
-    GraphEnd,
-    Replay {
-        graph: u32,
-    },
-    ForgetGraph {
-        graph: u32,
-    },
+    18 GraphBegin;
+    19 GraphEnd;
+    20 Replay { graph: u32 };
+    21 ForgetGraph { graph: u32 };
 }
 
 /// What a worker answers to a job that succeeded.
@@ -108,88 +178,22 @@ pub(crate) struct Answer {
     pub values: [u64; 6],
 }
 
-impl Job {
-    fn to_words(self) -> [u64; JOB_WORDS] {
-        let mut words = [0; JOB_WORDS];
-        let fields: (u64, &[u64]) = match self {
-            Job::OpenStream { stream, memory_bytes_max, sm_count } => {
-                (1, &[u64::from(stream), memory_bytes_max, u64::from(sm_count)])
-            }
-            Job::CloseStream { stream } => (2, &[u64::from(stream)]),
-            Job::Reserve { stream, bytes } => (3, &[u64::from(stream), bytes]),
-            Job::Release { stream, address, bytes } => (4, &[u64::from(stream), address, bytes]),
-            Job::Fill { address, bytes, value } => (5, &[address, bytes, u64::from(value)]),
-            Job::Write { from_offset, to_address, bytes } => (6, &[from_offset, to_address, bytes]),
-            Job::Read { from_address, to_offset, bytes } => (7, &[from_address, to_offset, bytes]),
-            Job::Copy { from_address, to_address, bytes } => (8, &[from_address, to_address, bytes]),
-            Job::Load { image } => (9, &[u64::from(image)]),
-            Job::Upload { lane, offset, bytes } => (20, &[u64::from(lane), offset, bytes]),
-            Job::ForgetImage { image } => (21, &[u64::from(image)]),
-            Job::Unload { module } => (10, &[u64::from(module)]),
-            Job::Kernel { module } => (11, &[u64::from(module)]),
-            Job::Launch { kernel, grid, block, shared_bytes } => {
-                let three = |v: [u32; 3]| v.map(u64::from);
-                let ([gx, gy, gz], [bx, by, bz]) = (three(grid), three(block));
-                (12, &[u64::from(kernel), gx, gy, gz, bx, by, bz, u64::from(shared_bytes)])
-            }
-            Job::GraphBegin => (13, &[]),
-            Job::GraphEnd => (14, &[]),
-            Job::Replay { graph } => (15, &[u64::from(graph)]),
-            Job::ForgetGraph { graph } => (16, &[u64::from(graph)]),
-            Job::WriteInline { to_address } => (17, &[to_address]),
-            Job::ReadInline { from_address, bytes } => (18, &[from_address, bytes]),
-            Job::Clear => (19, &[]),
-        };
-        words[0] = fields.0;
-        words[HEAD_WORDS..HEAD_WORDS + fields.1.len()].copy_from_slice(fields.1);
-        words
-    }
-
-    fn from_words(words: &[u64; JOB_WORDS]) -> Option<Job> {
-        let at = |n: usize| words[HEAD_WORDS + n];
-        let half = |n: usize| u32::try_from(at(n)).ok();
-        Some(match words[0] {
-            1 => Job::OpenStream { stream: half(0)?, memory_bytes_max: at(1), sm_count: half(2)? },
-            2 => Job::CloseStream { stream: half(0)? },
-            3 => Job::Reserve { stream: half(0)?, bytes: at(1) },
-            4 => Job::Release { stream: half(0)?, address: at(1), bytes: at(2) },
-            5 => Job::Fill { address: at(0), bytes: at(1), value: u8::try_from(at(2)).ok()? },
-            6 => Job::Write { from_offset: at(0), to_address: at(1), bytes: at(2) },
-            7 => Job::Read { from_address: at(0), to_offset: at(1), bytes: at(2) },
-            8 => Job::Copy { from_address: at(0), to_address: at(1), bytes: at(2) },
-            9 => Job::Load { image: half(0)? },
-            10 => Job::Unload { module: half(0)? },
-            11 => Job::Kernel { module: half(0)? },
-            12 => Job::Launch {
-                kernel: half(0)?,
-                grid: [half(1)?, half(2)?, half(3)?],
-                block: [half(4)?, half(5)?, half(6)?],
-                shared_bytes: half(7)?,
-            },
-            13 => Job::GraphBegin,
-            14 => Job::GraphEnd,
-            15 => Job::Replay { graph: half(0)? },
-            16 => Job::ForgetGraph { graph: half(0)? },
-            17 => Job::WriteInline { to_address: at(0) },
-            18 => Job::ReadInline { from_address: at(0), bytes: at(1) },
-            19 => Job::Clear,
-            20 => Job::Upload { lane: half(0)?, offset: at(1), bytes: at(2) },
-            21 => Job::ForgetImage { image: half(0)? },
-            _ => return None,
-        })
+impl Answer {
+    /// An answer of one value.
+    pub(crate) fn of(value: impl Into<u64>) -> Answer {
+        Answer { values: [value.into(), 0, 0, 0, 0, 0] }
     }
 }
 
 /// Before a job's own fields: its kind, its stream and number, the length of its payload.
 const HEAD_WORDS: usize = 4;
-const _: () = assert!(HEAD_WORDS + 8 <= JOB_WORDS);
 
 /// Before an answer's text: its code, the text's length, and six values.
 const ANSWER_HEAD_WORDS: usize = 8;
 
 /// A job as it lies in a cell.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Sent {
+pub(crate) struct SentJob {
     pub job: Job,
     pub stream: usize,
     /// Counts the jobs of its stream; the stream's flag shows the last one that is done.
@@ -221,12 +225,12 @@ impl Cell<'_> {
             .for_each(|word| word.store(0, Ordering::Relaxed));
     }
 
-    pub(crate) fn get(&self) -> Option<Sent> {
+    pub(crate) fn get(&self) -> Option<SentJob> {
         let words: [u64; JOB_WORDS] = std::array::from_fn(|n| self.0[n].load(Ordering::Relaxed));
         let payload_bytes = usize::try_from(words[3] & !MORE).ok().filter(|n| *n <= PAYLOAD_BYTES_MAX)?;
         let stream = usize::try_from(words[1]).ok().filter(|n| *n < crate::slab::STREAMS)?;
         let (job, number) = (Job::from_words(&words)?, u32::try_from(words[2]).ok()?);
-        Some(Sent { job, stream, number, payload_bytes, is_last: words[3] & MORE == 0 })
+        Some(SentJob { job, stream, number, payload_bytes, is_last: words[3] & MORE == 0 })
     }
 
     /// Replaces the payload, as part of an answer.
@@ -301,33 +305,11 @@ mod tests {
     fn every_job_survives_its_cell() {
         let words = cell();
         let cell = Cell(&words);
-        for job in [
-            Job::OpenStream { stream: 3, memory_bytes_max: u64::MAX, sm_count: 8 },
-            Job::CloseStream { stream: 3 },
-            Job::Reserve { stream: 3, bytes: 1 << 40 },
-            Job::Release { stream: 3, address: 1 << 63, bytes: 1 << 40 },
-            Job::Fill { address: 1, bytes: 2, value: 255 },
-            Job::Write { from_offset: 1, to_address: 2, bytes: 3 },
-            Job::Read { from_address: 1, to_offset: 2, bytes: 3 },
-            Job::Copy { from_address: 1, to_address: 2, bytes: 3 },
-            Job::Upload { lane: 513, offset: 1, bytes: 2 },
-            Job::Load { image: 1 },
-            Job::ForgetImage { image: 1 },
-            Job::Unload { module: 1 },
-            Job::Kernel { module: 1 },
-            Job::Launch { kernel: 9, grid: [1, 2, 3], block: [4, 5, u32::MAX], shared_bytes: 7 },
-            Job::GraphBegin,
-            Job::GraphEnd,
-            Job::Replay { graph: 5 },
-            Job::ForgetGraph { graph: 5 },
-            Job::WriteInline { to_address: 5 },
-            Job::ReadInline { from_address: 5, bytes: 6 },
-            Job::Clear,
-        ] {
-            let payload: Vec<u8> = (0..PAYLOAD_BYTES_MAX - 3).map(|n| n as u8).collect();
+        for job in (0..3).flat_map(Job::samples) {
+            let payload: Vec<u8> = (0..=u8::MAX).cycle().take(PAYLOAD_BYTES_MAX - 3).collect();
             for is_last in [true, false] {
                 cell.put(job, 5, u32::MAX, &payload, is_last);
-                let sent = Sent { job, stream: 5, number: u32::MAX, payload_bytes: payload.len(), is_last };
+                let sent = SentJob { job, stream: 5, number: u32::MAX, payload_bytes: payload.len(), is_last };
                 assert_eq!(cell.get(), Some(sent));
             }
             let mut seen = vec![0; payload.len()];
@@ -336,23 +318,52 @@ mod tests {
         }
     }
 
+    /// Whatever a worker reads as a job is written as the same words: no number is cut, and none is read twice.
+    #[test]
+    fn hostile_words_are_refused_or_read_as_they_stand() {
+        let mut refused = 0;
+        for job in Job::samples(0) {
+            assert!(job.name().starts_with(char::is_uppercase), "{}", job.name());
+            let words = job.to_words();
+            for at in HEAD_WORDS..JOB_WORDS {
+                for hostile in [u64::MAX, 1 << 32, 1 << 8, 1 << 63] {
+                    let mut words = words;
+                    words[at] = hostile;
+                    let Some(read) = Job::from_words(&words) else {
+                        refused += 1;
+                        continue;
+                    };
+                    assert!(read == job || read.to_words() == words, "{} at {at}: {read:?}", job.name());
+                }
+            }
+        }
+        assert!(refused > 50, "{refused}");
+        let kinds = Job::samples(0).len() as u64;
+        for kind in [0].into_iter().chain(kinds + 1..kinds + 300).chain([u64::MAX, 1 << 32 | 1]) {
+            let mut words = [0; JOB_WORDS];
+            words[0] = kind;
+            assert_eq!(Job::from_words(&words), None, "kind {kind}");
+        }
+    }
+
     #[test]
     fn a_cell_without_a_job_is_refused() {
         let words = cell();
         let cell = Cell(&words);
         assert_eq!(cell.get(), None);
-        cell.put(Job::GraphBegin, 0, 0, &[], true);
-        words[0].store(99, Ordering::Relaxed);
-        assert_eq!(cell.get(), None, "kind");
-        cell.put(Job::Unload { module: 1 }, 0, 0, &[], true);
-        words[HEAD_WORDS].store(1 << 32, Ordering::Relaxed);
-        assert_eq!(cell.get(), None, "field");
-        cell.put(Job::GraphBegin, 0, 0, &[], true);
-        words[3].store(PAYLOAD_BYTES_MAX as u64 + 1, Ordering::Relaxed);
-        assert_eq!(cell.get(), None, "payload");
-        cell.put(Job::GraphBegin, 0, 0, &[], true);
-        words[1].store(crate::slab::STREAMS as u64, Ordering::Relaxed);
-        assert_eq!(cell.get(), None, "stream");
+        for (at, hostile) in [
+            (0, 99),
+            (1, crate::slab::STREAMS as u64),
+            (1, u64::MAX),
+            (2, 1 << 32),
+            (3, PAYLOAD_BYTES_MAX as u64 + 1),
+            (3, !MORE),
+        ] {
+            cell.put(Job::GraphBegin, 0, 0, &[], true);
+            assert!(cell.get().is_some());
+            words[at].store(hostile, Ordering::Relaxed);
+            assert_eq!(cell.get(), None, "word {at} is {hostile}");
+        }
     }
 
     #[test]

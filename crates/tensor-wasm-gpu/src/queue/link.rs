@@ -2,9 +2,10 @@
 //! link is lost, everything on it fails with the reason, and a new worker gets a new link.
 //!
 //! A job is numbered on its stream and written into a cell; `fair.rs` decides when the cell goes into the ring. The
-//! stream's flag passing the number says that it is done. Whoever awaits a job looks at the flag itself for a short while,
-//! giving way to other tasks between looks, and only then has itself woken by the completion thread. That thread in turn
-//! looks for a short while, then asks the worker to ring a bell and sleeps: no timers, and nobody spins for long.
+//! stream's flag passing the number says that it is done. Whoever awaits a job polls the flag itself for a short while,
+//! yielding to other tasks in between, and only then registers its waker with the completion thread. That thread in turn
+//! spins for a short while, then asks the worker to ring the doorbell and parks: no timers, and nobody spins for long
+//! (`wait.rs`).
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -18,29 +19,17 @@ use parking_lot::Mutex;
 
 use crate::device::staging::{Keep, Staging};
 use crate::error::DeviceError;
-use crate::info::DeviceKind;
 use crate::metrics::Metrics;
+use crate::number::half;
 use crate::queue::fair::{Fair, Full, Share};
 use crate::queue::job::{Answer, Cell, Job};
 use crate::slab::{CELLS, SEATS, STREAMS, Slab, WorkerState};
 use crate::sync::waiters::{Waiter, Waiters};
+use crate::wait::{COMPLETION_PAUSES, SpinThenPark, TASK_SPIN, spin_until, thread_spin};
 use crate::worker::STOP;
-
-/// Who awaits a job looks at its flag for this long before it lets itself be woken: launching and completing an empty
-/// kernel takes about 10 µs, waking a thread as long again.
-const LOOK: Duration = Duration::from_micros(50);
-
-/// How long a waiting thread and the completion thread look without seeing anything before they sleep. Being woken for the
-/// end of a GPU's job goes through an interrupt and three threads, some 200 µs in all, so where there is a GPU it is worth
-/// looking for a few milliseconds; where the CPU itself does the work it is not.
-const WATCH_GPU: Duration = Duration::from_millis(6);
-const WATCH_CPU: Duration = Duration::from_micros(100);
 
 /// Cells that one batch leaves to others.
 const CELLS_RESERVED: usize = 64;
-
-/// Pauses of the completion thread between two looks, together about a microsecond.
-const LOOK_PAUSES: u32 = 16;
 
 /// Ring entries with this bit are not cells but streams whose completion the worker is to announce by the bell.
 pub(crate) const NOTIFY: u32 = 1 << 31;
@@ -58,7 +47,8 @@ pub(crate) struct Link {
     pub worker: u32,
     pub metrics: Arc<Metrics>,
     pub staging: Arc<Staging>,
-    patience: Duration,
+    /// How long a thread that waits spins before it parks.
+    spin: Duration,
     state: Mutex<State>,
     waiters: Waiters,
     lost: OnceLock<String>,
@@ -154,7 +144,7 @@ pub(crate) struct Ticket {
     cell: u32,
     stream: usize,
     number: u32,
-    look_until: Option<Instant>,
+    spin_until: Option<Instant>,
     has_kept: bool,
     registered: Option<Waker>,
     is_taken: bool,
@@ -170,7 +160,7 @@ impl Link {
         let state = State {
             fair: Fair::new(),
             cells: (0..CELLS).map(|_| CellState::default()).collect(),
-            unused: (0..CELLS as u32).rev().collect(),
+            unused: (0..half(CELLS)).rev().collect(),
             streams: (0..STREAMS).map(|_| None).collect(),
             active: Vec::new(),
             last_done: Instant::now(),
@@ -179,10 +169,7 @@ impl Link {
         };
         let link = Arc::new(Link {
             staging: Staging::new(slab.clone()),
-            patience: match crate::info::get(&slab).kind {
-                DeviceKind::Cuda => WATCH_GPU,
-                DeviceKind::Cpu => WATCH_CPU,
-            },
+            spin: thread_spin(crate::info::get(&slab).kind),
             slab,
             worker,
             metrics,
@@ -320,7 +307,7 @@ impl Link {
         let batch = if count > 1 { Batch::Many(cells) } else { Batch::One(cell) };
         if let Err((Full(queued), batch)) = state.fair.submit(own.line, batch, now_ns) {
             state.unused.extend(batch.cells());
-            own.next_number = own.next_number.wrapping_sub(count as u32);
+            own.next_number = own.next_number.wrapping_sub(half(count));
             return Err(busy(queued));
         }
         own.cells += count;
@@ -336,7 +323,7 @@ impl Link {
             cell,
             stream,
             number,
-            look_until: None,
+            spin_until: None,
             has_kept,
             registered: None,
             is_taken: false,
@@ -401,7 +388,7 @@ impl Link {
             // Long kernels make way for short ones where the device has a choice: on a low priority.
             if fair.is_long(line) != stream.is_low {
                 stream.is_low = !stream.is_low;
-                ring.push(PRIORITY | if stream.is_low { LOW } else { 0 } | n as u32, ring_head);
+                ring.push(PRIORITY | if stream.is_low { LOW } else { 0 } | half(n), ring_head);
             }
             if stream.running.is_empty() && !active.contains(&n) {
                 active.push(n);
@@ -470,7 +457,7 @@ impl Link {
                 if has_passed(stream.announced, last) {
                     continue;
                 }
-                if ring.push(NOTIFY | n as u32, &mut state.ring_head) {
+                if ring.push(NOTIFY | half(n), &mut state.ring_head) {
                     stream.announced = last;
                     has_asked = true;
                 }
@@ -494,7 +481,8 @@ impl Drop for Link {
 
 /// The completion thread.
 fn watch(link: &Weak<Link>, slab: &Slab) {
-    let mut quiet_since = Instant::now();
+    let Some(spin) = link.upgrade().map(|link| link.spin) else { return };
+    let mut idle = SpinThenPark::new(spin, COMPLETION_PAUSES);
     loop {
         let Some(link) = link.upgrade() else { return };
         if slab.state() == WorkerState::Lost {
@@ -511,19 +499,18 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
             state.active.iter().any(waits)
         };
         if woken {
-            quiet_since = now;
+            idle.reset();
         }
-        if (left || backlog) && now.duration_since(quiet_since) < link.patience {
+        if (left || backlog) && idle.is_spinning() {
             drop(link);
-            // Who registered has waited for longer than this already; whoever sends jobs needs the lock and the core's other half.
-            (0..LOOK_PAUSES).for_each(|_| std::hint::spin_loop());
+            idle.pause();
             continue;
         }
         if left || backlog {
             link.ask_to_be_rung(&mut link.state.lock());
         }
         let lost = link.lost.get().is_some();
-        // The bell is in the slab, which outlives the link: the last owner of a link rings it.
+        // The doorbell is in the slab, which outlives the link: the last owner of a link rings it.
         let weak = Arc::downgrade(&link);
         drop(link);
         let is_news = || match weak.upgrade() {
@@ -535,8 +522,8 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
                     || !lost && slab.state() == WorkerState::Lost
             }
         };
-        slab.done_bell().sleep_unless(is_news, None);
-        quiet_since = Instant::now();
+        slab.done_bell().park_unless(is_news, None);
+        idle.reset();
     }
 }
 
@@ -588,11 +575,7 @@ impl Ticket {
                 self.0.unpark();
             }
         }
-        let until = Instant::now() + self.link.patience;
-        while !self.is_over() && Instant::now() < until {
-            std::hint::spin_loop();
-        }
-        if !self.is_over() {
+        if !spin_until(|| self.is_over(), self.link.spin) {
             let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
             self.link.register(self.stream, self.number, waker);
             while !self.is_over() {
@@ -612,7 +595,7 @@ impl Ticket {
             return Poll::Ready(self.take(last_look));
         }
         let now = Instant::now();
-        let until = *self.look_until.get_or_insert(now + LOOK);
+        let until = *self.spin_until.get_or_insert(now + TASK_SPIN);
         if now < until {
             // Other tasks of this thread run in between.
             cx.waker().wake_by_ref();

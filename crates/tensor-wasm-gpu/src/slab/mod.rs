@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::sync::doorbell::Bell;
+use crate::number::index;
+use crate::sync::doorbell::Doorbell;
 use crate::sync::ring::Ring;
 
 /// Jobs that may be under way at once, all tenants together.
@@ -196,7 +197,7 @@ impl Slab {
     pub(crate) fn address(&self, offset: u64) -> *mut u8 {
         assert!(offset <= self.len as u64, "{offset} is not in the slab");
         // SAFETY: within the mapping, or one past its end, by the line above.
-        unsafe { self.base.as_ptr().add(offset as usize) }
+        unsafe { self.base.as_ptr().add(index(offset)) }
     }
 
     /// Where the staging region begins.
@@ -213,7 +214,7 @@ impl Slab {
     /// then some fifteen times quicker.
     pub(crate) fn populate(&self) {
         let from = self.staging();
-        let len = self.len - from as usize;
+        let len = self.len - index(from);
         // SAFETY: advice about our own mapping, none of which changes what its bytes are. Refusal only costs time later.
         unsafe {
             let _ = rustix::mm::madvise(self.address(from).cast(), len, Advice::LinuxHugepage);
@@ -226,13 +227,13 @@ impl Slab {
     }
 
     /// Rung when the worker has something to do.
-    pub(crate) fn worker_bell(&self) -> Bell<'_> {
-        Bell(self.half(at::WORKER_BELL))
+    pub(crate) fn worker_bell(&self) -> Doorbell<'_> {
+        Doorbell(self.half(at::WORKER_BELL))
     }
 
     /// Rung when the server has something to look at.
-    pub(crate) fn done_bell(&self) -> Bell<'_> {
-        Bell(self.half(at::DONE_BELL))
+    pub(crate) fn done_bell(&self) -> Doorbell<'_> {
+        Doorbell(self.half(at::DONE_BELL))
     }
 
     pub(crate) fn heartbeat(&self) -> &AtomicU64 {
@@ -351,6 +352,7 @@ fn total_bytes(plan: SlabPlan) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::number::half;
 
     #[test]
     fn both_sides_see_the_same_bytes_and_strangers_are_refused() {
@@ -362,8 +364,8 @@ mod tests {
         let mut seen = [0; 5];
         other.copy_out(other.staging() + 5, &mut seen);
         assert_eq!(&seen, b"hello");
-        slab.cell(CELLS as u32 - 1)[CELL_WORDS - 1].store(7, Ordering::Relaxed);
-        assert_eq!(other.cell(CELLS as u32 - 1)[CELL_WORDS - 1].load(Ordering::Relaxed), 7);
+        slab.cell(half(CELLS) - 1)[CELL_WORDS - 1].store(7, Ordering::Relaxed);
+        assert_eq!(other.cell(half(CELLS) - 1)[CELL_WORDS - 1].load(Ordering::Relaxed), 7);
         other.flag(STREAMS - 1).store(9, Ordering::Relaxed);
         assert_eq!(slab.flag(STREAMS - 1).load(Ordering::Relaxed), 9);
 

@@ -1,35 +1,35 @@
-//! Waking a thread of this or another process that has nothing to do: a word of shared memory and a futex.
+//! A doorbell: a word of shared memory and a futex, to wake a thread of this or another process that has parked.
 //!
-//! The sleeper says that it is about to sleep, looks once more for work, and only then sleeps. The waker makes work
-//! visible and then looks whether anybody sleeps. Both orders are sequentially consistent, so one of the two sees the
-//! other: no wake-up is lost, and waking somebody who is awake costs one load.
+//! Who parks says so in the word, looks once more for work, and only then waits on the futex. Who rings makes work
+//! visible and then looks whether anybody is parked. Both orders are sequentially consistent, so one of the two sees
+//! the other: no wake-up is lost, and ringing for somebody who is awake costs one load.
 
 use std::time::Duration;
 
 use crate::sync::{AtomicU32, Ordering};
 
 const AWAKE: u32 = 0;
-const ASLEEP: u32 = 1;
+const PARKED: u32 = 1;
 
 #[derive(Clone, Copy)]
-pub(crate) struct Bell<'a>(pub &'a AtomicU32);
+pub(crate) struct Doorbell<'a>(pub &'a AtomicU32);
 
-impl Bell<'_> {
-    /// Wakes the sleeper, if it sleeps. What it is woken for must have been published before.
+impl Doorbell<'_> {
+    /// Wakes who is parked, if anybody is. What it is woken for must have been published before.
     pub(crate) fn ring(&self) {
         fence();
-        if self.0.load(Ordering::Relaxed) == ASLEEP && self.0.swap(AWAKE, Ordering::SeqCst) == ASLEEP {
-            park::wake(self.0);
+        if self.0.load(Ordering::Relaxed) == PARKED && self.0.swap(AWAKE, Ordering::SeqCst) == PARKED {
+            futex::wake(self.0);
         }
     }
 
-    /// Sleeps until rung, unless `ready` says that there is something to do already. May return early. With a limit, no
+    /// Parks until rung, unless `ready` says that there is something to do already. May return early. With a limit, no
     /// longer than that.
-    pub(crate) fn sleep_unless(&self, ready: impl Fn() -> bool, limit: Option<Duration>) {
-        self.0.store(ASLEEP, Ordering::SeqCst);
+    pub(crate) fn park_unless(&self, ready: impl Fn() -> bool, limit: Option<Duration>) {
+        self.0.store(PARKED, Ordering::SeqCst);
         fence();
         if !ready() {
-            park::wait(self.0, ASLEEP, limit);
+            futex::wait(self.0, PARKED, limit);
         }
         self.0.store(AWAKE, Ordering::SeqCst);
     }
@@ -43,27 +43,27 @@ fn fence() {
 }
 
 #[cfg(not(loom))]
-mod park {
+mod futex {
     use std::sync::atomic::AtomicU32;
     use std::time::Duration;
 
-    use rustix::thread::futex;
+    use rustix::thread::futex as os;
 
     // Not the private kind: the other side may be another process.
     pub(super) fn wait(word: &AtomicU32, expected: u32, limit: Option<Duration>) {
         let limit = limit.and_then(|limit| rustix::time::Timespec::try_from(limit).ok());
         // Every reason to return (rung, changed already, interrupted, timed out) means the same: look again.
-        let _ = futex::wait(word, futex::Flags::empty(), expected, limit.as_ref());
+        let _ = os::wait(word, os::Flags::empty(), expected, limit.as_ref());
     }
 
     pub(super) fn wake(word: &AtomicU32) {
-        let _ = futex::wake(word, futex::Flags::empty(), 1);
+        let _ = os::wake(word, os::Flags::empty(), 1);
     }
 }
 
-/// A futex for the model checker: it may wake for no reason, which is allowed, and yields instead of sleeping.
+/// A futex for the model checker: it may wake for no reason, which is allowed, and yields instead of waiting.
 #[cfg(loom)]
-mod park {
+mod futex {
     use std::time::Duration;
 
     use crate::sync::{AtomicU32, Ordering};
@@ -85,9 +85,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sleeper_is_woken_and_work_that_came_first_is_not_slept_through() {
+    fn who_is_parked_is_woken_and_nobody_parks_on_work() {
         let (word, work) = (AtomicU32::new(0), AtomicBool::new(false));
-        let bell = Bell(&word);
+        let bell = Doorbell(&word);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 std::thread::park_timeout(Duration::from_millis(20));
@@ -96,12 +96,12 @@ mod tests {
             });
             let started = Instant::now();
             while !work.load(Ordering::Acquire) {
-                bell.sleep_unless(|| work.load(Ordering::Acquire), Some(Duration::from_secs(30)));
+                bell.park_unless(|| work.load(Ordering::Acquire), Some(Duration::from_secs(30)));
             }
             assert!(started.elapsed() < Duration::from_secs(10));
         });
         let started = Instant::now();
-        bell.sleep_unless(|| true, None);
+        bell.park_unless(|| true, None);
         assert!(started.elapsed() < Duration::from_secs(1));
     }
 }
@@ -113,7 +113,7 @@ mod model {
 
     use super::*;
 
-    /// A wake-up that were lost would leave the sleeper waiting for ever, which the checker reports.
+    /// A lost wake-up would leave a thread parked for ever, which the checker reports.
     #[test]
     fn no_wake_up_is_lost() {
         loom::model(|| {
@@ -123,11 +123,11 @@ mod model {
                 let (word, work) = (word.clone(), work.clone());
                 thread::spawn(move || {
                     work.store(1, Ordering::Release);
-                    Bell(&word).ring();
+                    Doorbell(&word).ring();
                 })
             };
             while work.load(Ordering::Acquire) == 0 {
-                Bell(&word).sleep_unless(|| work.load(Ordering::Acquire) == 1, None);
+                Doorbell(&word).park_unless(|| work.load(Ordering::Acquire) == 1, None);
             }
             waker.join().unwrap();
         });

@@ -1,5 +1,5 @@
-//! The lock-free parts: the job ring, the doorbell that wakes a sleeping side, and who waits for which flag. Atomics and locks
-//! come from here, and from `loom` when these parts are being model-checked.
+//! The lock-free parts: the job ring, the doorbell that wakes a side that has parked, and the wakers of those who wait
+//! for a flag. Atomics and locks come from here, and from `loom` when these parts are being model-checked.
 
 pub(crate) mod doorbell;
 pub(crate) mod ring;

@@ -1,8 +1,8 @@
 //! The ring that carries jobs from the server to the worker: one writer, one reader, in shared memory, without locks.
 //!
-//! Its entries are the numbers of cells (`queue/job.rs`), where the jobs themselves are. An entry is published by the store
-//! to `tail` and taken by the store to `head`; everything the writer did to the cell before is visible to the reader.
-//! Writers take turns under the scheduler's lock, so there is one at a time.
+//! Its entries are the numbers of cells, where the jobs themselves are (`queue/job.rs`). An entry is published by the
+//! release store to `tail` and taken by the release store to `head`; everything the writer did to the cell before is
+//! visible to the reader. Writers take turns under the scheduler's lock, so there is one at a time.
 
 use crate::sync::{AtomicU32, Ordering};
 
@@ -25,8 +25,8 @@ impl<'a> Ring<'a> {
         &self.entries[at as usize & (self.entries.len() - 1)]
     }
 
-    /// Writes an entry; false if the ring is full. Only one thread writes at a time. `head_seen` is what the writers last saw
-    /// of `head`: its line belongs to the reader's core and is fetched only when the ring looks full.
+    /// Writes an entry; false if the ring is full. Only one thread writes at a time. `head_seen` is what the writers
+    /// last saw of `head`: its line belongs to the reader's core and is fetched only when the ring looks full.
     pub(crate) fn push(&self, value: u32, head_seen: &mut u32) -> bool {
         let tail = self.tail.load(Ordering::Relaxed);
         if tail.wrapping_sub(*head_seen) as usize >= self.entries.len() {

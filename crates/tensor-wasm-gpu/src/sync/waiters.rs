@@ -1,18 +1,18 @@
-//! Who waits for what: the part of a completion between the flag that says a job is done and the task that is woken.
+//! Who waits for what: the wakers between the flag that says a job is done and the task that awaits it.
 //!
-//! Whoever waits puts itself on the list and then looks at the flag once more; the completion thread takes note of how
-//! much news there is, wakes everybody whose flag is set, and sleeps only if there is no more news than that and no flag
-//! of a waiter is set. So whichever comes last, the flag or the waiter, somebody sees both.
+//! Whoever waits registers its waker and then looks at the flag once more; the completion thread takes note of how much
+//! news there is, wakes everybody whose flag is set, and parks only if there is no more news than that and no flag of a
+//! waiter is set. So whichever comes last, the flag or the waker, somebody sees both.
 
 use std::task::Waker;
 
-use crate::sync::doorbell::Bell;
+use crate::sync::doorbell::Doorbell;
 use crate::sync::{AtomicU64, Mutex, Ordering};
 
 #[derive(Default)]
 pub(crate) struct Waiters {
     list: Mutex<Vec<Waiter>>,
-    /// Counts what the completion thread is woken for, so that it sees what came while it was falling asleep.
+    /// Counts what the completion thread is woken for, so that it sees what came while it was about to park.
     news: AtomicU64,
 }
 
@@ -22,12 +22,12 @@ pub(crate) struct Waiter {
     pub waker: Waker,
 }
 
-/// What the completion thread has seen before it sleeps.
-pub(crate) struct Seen(u64);
+/// How much news the completion thread has seen before it parks.
+pub(crate) struct NewsSeen(u64);
 
 impl Waiters {
     /// Has somebody woken once its job is over, or at once if it is.
-    pub(crate) fn register(&self, waiter: Waiter, is_over: impl Fn(usize, u32) -> bool, bell: Bell<'_>) {
+    pub(crate) fn register(&self, waiter: Waiter, is_over: impl Fn(usize, u32) -> bool, bell: Doorbell<'_>) {
         let (stream, number) = (waiter.stream, waiter.number);
         self.list.lock().push(waiter);
         self.news.fetch_add(1, Ordering::SeqCst);
@@ -39,17 +39,17 @@ impl Waiters {
     }
 
     /// Tells the completion thread to look again.
-    pub(crate) fn tell(&self, bell: Bell<'_>) {
+    pub(crate) fn tell(&self, bell: Doorbell<'_>) {
         self.news.fetch_add(1, Ordering::SeqCst);
         bell.ring();
     }
 
-    pub(crate) fn look(&self) -> Seen {
-        Seen(self.news.load(Ordering::SeqCst))
+    pub(crate) fn look(&self) -> NewsSeen {
+        NewsSeen(self.news.load(Ordering::SeqCst))
     }
 
-    /// Whether there is a reason not to sleep after what was seen.
-    pub(crate) fn has_news(&self, seen: &Seen, is_over: impl Fn(usize, u32) -> bool) -> bool {
+    /// Whether there is a reason not to park after what was seen.
+    pub(crate) fn has_news(&self, seen: &NewsSeen, is_over: impl Fn(usize, u32) -> bool) -> bool {
         self.news.load(Ordering::SeqCst) != seen.0 || self.list.lock().iter().any(|w| is_over(w.stream, w.number))
     }
 
@@ -89,12 +89,12 @@ mod model {
     impl Wake for Woken {
         fn wake(self: std::sync::Arc<Self>) {
             self.0.store(1, Ordering::Release);
-            Bell(&self.1).ring();
+            Doorbell(&self.1).ring();
         }
     }
 
-    /// A device that sets a flag and rings, a completion thread, and somebody who waits: in every order it is woken, and the
-    /// completion thread never sleeps with nobody left to wake it.
+    /// A device that sets a flag and rings, a completion thread, and somebody who waits: in every order it is woken,
+    /// and the completion thread never parks with nobody left to wake it.
     #[test]
     fn a_waiter_is_woken_in_every_order() {
         let mut model = loom::model::Builder::new();
@@ -107,7 +107,7 @@ mod model {
                 let (flag, bell) = (flag.clone(), bell.clone());
                 thread::spawn(move || {
                     flag.store(1, Ordering::Release);
-                    Bell(&bell).ring();
+                    Doorbell(&bell).ring();
                 })
             };
             let completions = {
@@ -118,13 +118,13 @@ mod model {
                         let seen = waiters.look();
                         waiters.wake(is_over);
                         let is_news = || waiters.has_news(&seen, is_over) || woken.0.load(Ordering::Acquire) == 1;
-                        Bell(&bell).sleep_unless(is_news, None);
+                        Doorbell(&bell).park_unless(is_news, None);
                     }
                 })
             };
             let waker = Waker::from(woken.clone());
             let is_over = |_: usize, number: u32| flag.load(Ordering::Acquire) >= number;
-            waiters.register(Waiter { stream: 0, number: 1, waker }, is_over, Bell(&bell));
+            waiters.register(Waiter { stream: 0, number: 1, waker }, is_over, Doorbell(&bell));
             device.join().unwrap();
             completions.join().unwrap();
             assert_eq!(woken.0.load(Ordering::Acquire), 1);

@@ -12,31 +12,22 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::backend::Backend;
-use crate::backend::cpu::CpuBackend;
-use crate::backend::cuda::CudaBackend;
 use crate::choice::{DeviceChoice, Unavailable};
 use crate::device::{DeviceEvent, Inner, OpenOptions, Placement};
 use crate::metrics::Metrics;
 use crate::queue::link::Link;
 use crate::slab::{Slab, WorkerState};
+use crate::wait::{KEEPER_PERIOD, worker_spin};
 use crate::worker;
 use crate::worker::host::HostKernels;
+use crate::worker::lifeline;
 
 /// A worker must be ready within this; a CUDA context takes about a third of a second.
 const START_MAX: Duration = Duration::from_secs(60);
 
-/// Between two looks at a worker.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
-
 /// Between two attempts to start a worker, doubled each time.
 const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(5);
-
-/// A worker with nothing to do looks for work this long before it sleeps. On its own it may, beside others on a few cores
-/// it may not.
-const IDLE_SPIN_CUDA: Duration = Duration::from_millis(2);
-const IDLE_SPIN_CPU: Duration = Duration::from_micros(50);
 
 /// A worker that has just started, and the link to it.
 struct Started {
@@ -85,12 +76,6 @@ fn start(
     worker: u32,
     metrics: &Arc<Metrics>,
 ) -> Result<Started, Unavailable> {
-    if let DeviceChoice::Cuda(index) = choice {
-        // Asked in this process only where the worker is a thread of it; a process asks for itself.
-        if options.placement == Placement::Thread {
-            crate::backend::cuda::probe(index)?;
-        }
-    }
     let slab = Arc::new(Slab::create(options.memory).map_err(|why| Unavailable::Memory { why })?);
     let mut body = match &options.placement {
         Placement::Thread => {
@@ -105,7 +90,8 @@ fn start(
             let fd = slab.fd().as_raw_fd();
             let mut command = Command::new(exe);
             command.args(args).args(["--slab-fd", &fd.to_string(), "--device", &choice.to_string()]);
-            command.stdin(Stdio::null()).stdout(Stdio::null());
+            // The lifeline: `Child` holds the write end, and lets go of it when it is waited for.
+            command.stdin(Stdio::piped()).stdout(Stdio::null());
             // Only what CUDA looks at: a worker has no business with our secrets.
             command.env_clear();
             let passed = |(name, _): &(std::ffi::OsString, _)| {
@@ -137,7 +123,7 @@ fn start(
             body.end();
             return Err(Unavailable::Worker { why: format!("it was not ready after {START_MAX:?}") });
         }
-        slab.done_bell().sleep_unless(|| slab.state() != WorkerState::Starting, Some(LOOK_EVERY));
+        slab.done_bell().park_unless(|| slab.state() != WorkerState::Starting, Some(KEEPER_PERIOD));
     }
     Ok(Started { link: Link::new(slab, worker, metrics.clone()), body })
 }
@@ -152,16 +138,11 @@ fn inherit(fd: RawFd) -> std::io::Result<()> {
 
 /// Opens the device and runs jobs; what a worker does, wherever it is.
 fn serve(slab: &Arc<Slab>, choice: DeviceChoice, host: HostKernels) {
-    let opened: Result<(Box<dyn Backend>, Duration), Unavailable> = match choice {
-        DeviceChoice::Auto | DeviceChoice::Cpu => Ok((Box::new(CpuBackend::new(slab.clone(), host)), IDLE_SPIN_CPU)),
-        DeviceChoice::Cuda(index) => {
-            CudaBackend::open(slab.clone(), index).map(|backend| (Box::new(backend) as _, IDLE_SPIN_CUDA))
-        }
-    };
-    match opened {
-        Ok((mut backend, idle_spin)) => {
-            crate::info::put(slab, &backend.info());
-            worker::run(slab, &mut *backend, idle_spin);
+    match crate::backend::open(slab, choice, host) {
+        Ok(mut backend) => {
+            let info = backend.info();
+            crate::info::put(slab, &info);
+            worker::run(slab, &mut *backend, worker_spin(info.kind));
         }
         Err(why) => {
             crate::info::put_unavailable(slab, &why);
@@ -173,6 +154,10 @@ fn serve(slab: &Arc<Slab>, choice: DeviceChoice, host: HostKernels) {
 
 /// The `main` of a worker process, with the arguments that [`Placement::Process`] appends and what runs kernels on a CPU.
 pub fn worker_main(slab_fd: i32, choice: DeviceChoice, host: HostKernels) -> ExitCode {
+    if let Err(error) = lifeline::end_with_server() {
+        tracing::error!(%error, "the device worker cannot watch its server, and so does not start");
+        return ExitCode::from(2);
+    }
     if let Err(error) = renounce() {
         tracing::warn!(%error, "the device worker keeps privileges it does not need");
     }
@@ -195,16 +180,10 @@ pub fn worker_main(slab_fd: i32, choice: DeviceChoice, host: HostKernels) -> Exi
     }
 }
 
-/// Ends with the parent, never gains privileges, leaves no core file of tenants' memory, and gives up its capabilities.
+/// Never gains privileges, leaves no core file of tenants' memory, and gives up its capabilities.
 fn renounce() -> rustix::io::Result<()> {
-    use rustix::process::{Resource, Rlimit, Signal};
+    use rustix::process::{Resource, Rlimit};
     use rustix::thread::{CapabilitySet, CapabilitySets};
-    let parent = rustix::process::getppid();
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    // A parent that died in between sends no signal any more.
-    if rustix::process::getppid() != parent {
-        std::process::exit(1);
-    }
     rustix::thread::set_no_new_privs(true)?;
     rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
     // Registering memory with a device may need to lock more of it than a limit allows.
@@ -216,23 +195,26 @@ fn renounce() -> rustix::io::Result<()> {
     )
 }
 
-/// Opens a device. A worker process ends with the thread that started it, so that is a thread which stays: the keeper's.
+/// Opens a device, on the thread that watches its worker from then on.
 pub(crate) fn open(options: &OpenOptions, metrics: &Arc<Metrics>) -> Result<Opened, Unavailable> {
     let (tell, opened) = channel();
     let (give, device) = channel();
     let (options, metrics) = (options.clone(), metrics.clone());
     let keep = move || {
-        let first = |choice| start(&options, choice, 0, &metrics).map(|started| (started, choice));
-        let started = match options.choice {
-            DeviceChoice::Auto => match first(DeviceChoice::Cuda(0)) {
-                Ok(started) => Ok((started, None)),
-                Err(why) => first(DeviceChoice::Cpu).map(|started| (started, Some(why))),
-            },
-            choice => first(choice).map(|started| (started, None)),
-        };
-        let ((Started { link, body }, choice), fallback) = match started {
-            Ok(started) => started,
-            Err(why) => return drop(tell.send(Err(why))),
+        let mut fallback = None;
+        let mut started = None;
+        for choice in options.choice.candidates() {
+            match start(&options, choice, 0, &metrics) {
+                Ok(first) => {
+                    started = Some((first, choice));
+                    break;
+                }
+                Err(why) => fallback = fallback.or(Some(why)),
+            }
+        }
+        let Some((Started { link, body }, choice)) = started else {
+            let none = || Unavailable::Worker { why: "no device is known".to_owned() };
+            return drop(tell.send(Err(fallback.unwrap_or_else(none))));
         };
         let body = Arc::new(Mutex::new(body));
         drop(tell.send(Ok((link, fallback, body.clone()))));
@@ -288,7 +270,7 @@ impl Watch {
     fn run(&self) {
         let mut beat = (0, Instant::now());
         loop {
-            std::thread::park_timeout(LOOK_EVERY);
+            std::thread::park_timeout(KEEPER_PERIOD);
             let Some(device) = self.device.upgrade() else { return };
             device.reap();
             let link = device.link();

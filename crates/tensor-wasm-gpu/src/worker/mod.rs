@@ -4,15 +4,17 @@
 
 pub(crate) mod host;
 pub(crate) mod keeper;
+pub(crate) mod lifeline;
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crate::backend::Backend;
 use crate::error::DeviceError;
 use crate::queue::job::{Answer, Cell, Job};
 use crate::queue::link::{LOW, NOTIFY, PRIORITY};
 use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, SEATS, STREAMS, Slab, WorkerState};
+use crate::wait::SpinThenPark;
 
 /// An entry of the ring that ends the worker.
 pub(crate) const STOP: u32 = u32::MAX;
@@ -24,13 +26,13 @@ const JOBS_PER_FLAG: usize = 128;
 const FETCH_AHEAD: u32 = 2;
 
 /// Runs jobs until told to stop or until the device is lost.
-pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
+pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
     let ring = slab.ring();
     let mut unflagged: Vec<(usize, u32)> = Vec::with_capacity(SEATS);
     let mut since_flag = 0;
     let mut tail_seen = ring.start();
     let mut payload = [0; PAYLOAD_BYTES_MAX];
-    let mut idle_since: Option<Instant> = None;
+    let mut idle = SpinThenPark::new(spin, 1);
     let mut batch_error: Option<DeviceError> = None;
     let heartbeat = slab.heartbeat();
     slab.set_state(WorkerState::Ready);
@@ -41,16 +43,15 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
             if let Err(error) = flag(backend, &mut unflagged) {
                 return lost(slab, &error);
             }
-            let since = *idle_since.get_or_insert_with(Instant::now);
-            if since.elapsed() < idle_spin {
-                std::hint::spin_loop();
+            if idle.is_spinning() {
+                idle.pause();
             } else {
-                slab.worker_bell().sleep_unless(|| !ring.is_empty(), None);
-                idle_since = None;
+                slab.worker_bell().park_unless(|| !ring.is_empty(), None);
+                idle.reset();
             }
             continue;
         };
-        idle_since = None;
+        idle.reset();
         heartbeat.store(heartbeat.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         if entry == STOP {
             return;
@@ -102,9 +103,10 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, idle_spin: Duration) {
             return lost(slab, error);
         }
         // What was sent together fails together: with the first error, answered by the last.
-        match sent.is_last {
-            true => batch_error = None,
-            false => batch_error = std::mem::replace(&mut answer, Ok(Answer::default())).err().or(batch_error),
+        if sent.is_last {
+            batch_error = None;
+        } else {
+            batch_error = batch_error.or(std::mem::replace(&mut answer, Ok(Answer::default())).err());
         }
         // A cell is sent with an empty answer in it; writing the same again would take the line from the server's core.
         if answer != Ok(Answer::default()) {
@@ -142,7 +144,7 @@ pub(crate) fn lost(slab: &Slab, error: &DeviceError) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::cpu::CpuBackend;
+    use crate::choice::DeviceChoice;
     use crate::queue::link::{CONTROL, Link};
     use crate::slab::SlabPlan;
     use std::sync::Arc;
@@ -150,10 +152,11 @@ mod tests {
     #[test]
     fn what_is_sent_together_fails_together_with_the_first_error() {
         let slab = Arc::new(Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 0 }).unwrap());
-        let mut backend = CpuBackend::new(slab.clone(), host::HostKernels::default());
-        crate::info::put(&slab, &backend.info());
         let own = slab.clone();
-        let worker = std::thread::spawn(move || run(&own, &mut backend, Duration::ZERO));
+        let worker = std::thread::spawn(move || {
+            let opened = crate::backend::open(&own, DeviceChoice::Cpu, host::HostKernels::default());
+            run(&own, &mut *opened.unwrap(), Duration::ZERO);
+        });
         let link = Link::new(slab, 0, Arc::default());
         let send = |jobs: &[Job]| {
             let orders = jobs.iter().map(|job| (*job).into()).collect();
@@ -166,9 +169,10 @@ mod tests {
         send(&[Job::GraphBegin, Job::GraphEnd]).unwrap();
         assert!(matches!(send(&[Job::GraphBegin, bad, Job::GraphEnd]), Err(DeviceError::Refused { .. })));
         let Answer { values: [graph, ..] } = send(&[Job::GraphBegin, Job::GraphEnd]).unwrap();
-        let before = Job::Replay { graph: graph as u32 - 1 };
+        let graph = u32::try_from(graph).unwrap();
+        let before = Job::Replay { graph: graph - 1 };
         assert!(send(&[before]).is_err(), "what was recorded with an error is forgotten");
-        send(&[Job::Replay { graph: graph as u32 }]).unwrap();
+        send(&[Job::Replay { graph }]).unwrap();
         drop(link);
         worker.join().unwrap();
     }
