@@ -1,5 +1,6 @@
-//! Kernels on the CPU device against the same loops in Rust, built for the same instructions and run by as many threads; and
-//! where there is a GPU, what a guest waits for a launch against what a program waits that has the GPU to itself.
+//! Kernels on the CPU device against the same loops in Rust, built for the same instructions and run by as many
+//! threads; and where there is a GPU, what a guest waits for a launch against what a program waits that has the GPU to
+//! itself.
 
 #![allow(unsafe_code, reason = "native loops for the instructions that the kernels are compiled for")]
 #![allow(clippy::cast_possible_wrap, reason = "sizes of the benchmarks")]
@@ -10,7 +11,7 @@ use anyhow::Context;
 use tensor_wasm_exec::catalog::Settings;
 use tensor_wasm_exec::{Call, Config, Invocation, Output, Runtime};
 use tensor_wasm_gpu::{Buffer, Device, DeviceChoice, OpenOptions, Placement, TenantLimits};
-use tensor_wasm_launch::{Argument, KernelModule, Kernels, Seat};
+use tensor_wasm_launch::{Argument, KernelModule, Kernels, LaunchStream};
 
 use crate::report::{Goal, Report, median, root};
 
@@ -18,7 +19,7 @@ const ROUNDS: usize = 15;
 
 /// A device, a tenant of it, and the kernels of the examples.
 struct Bench {
-    seat: std::sync::Arc<Seat>,
+    stream: LaunchStream,
     module: std::sync::Arc<KernelModule>,
     threads: tokio::runtime::Runtime,
 }
@@ -31,20 +32,21 @@ impl Bench {
         let kernels = Kernels::new(device, None, threads.handle().clone());
         let wasm = std::fs::read(root().join("target/guests/example-kernels.wasm")).context("cargo xtask guests")?;
         let module = kernels.module(wasm)?;
-        let seat = kernels.seat("bench", TenantLimits { memory_bytes_max: 8 << 30, ..TenantLimits::default() })?;
-        Ok(Bench { seat, module, threads })
+        let limits = TenantLimits { memory_bytes_max: 8 << 30, ..TenantLimits::default() };
+        let stream = kernels.tenant("bench", limits)?.stream();
+        Ok(Bench { stream, module, threads })
     }
 
     fn upload(&self, floats: &[f32]) -> anyhow::Result<Buffer> {
         let bytes: Vec<u8> = floats.iter().flat_map(|x| x.to_le_bytes()).collect();
-        let buffer = self.seat.tenant.buffer(bytes.len() as u64)?;
-        self.seat.tenant.write_blocking(buffer.handle(), 0, &bytes)?;
+        let buffer = self.stream.kernels.tenant.buffer(bytes.len() as u64)?;
+        self.stream.stream.write_blocking(buffer.handle(), 0, &bytes)?;
         Ok(buffer)
     }
 
     fn download(&self, buffer: &Buffer, words: usize) -> anyhow::Result<Vec<[u8; 4]>> {
         let mut bytes = vec![0; 4 * words];
-        self.seat.tenant.read_blocking(buffer.handle(), 0, &mut bytes)?;
+        self.stream.stream.read_blocking(buffer.handle(), 0, &mut bytes)?;
         Ok(bytes.chunks_exact(4).map(|word| [word[0], word[1], word[2], word[3]]).collect())
     }
 
@@ -53,7 +55,7 @@ impl Bench {
         let began = Instant::now();
         self.threads.block_on(async {
             let budget = Duration::from_secs(30);
-            self.seat.launch(&self.module, kernel, groups, items, arguments, budget).await?.wait().await
+            self.stream.launch(&self.module, kernel, groups, items, arguments, budget).await?.wait().await
         })?;
         Ok(began.elapsed().as_secs_f64() * 1e3)
     }
@@ -161,7 +163,7 @@ fn compare_mandelbrot(bench: &Bench, report: &mut Report) -> anyhow::Result<()> 
     const WIDTH: usize = 1024;
     const HEIGHT: usize = 768;
     let (left, top, step, iterations_max) = (-2.2, 1.2, 3.0 / WIDTH as f64, 500);
-    let out = bench.seat.tenant.buffer((4 * WIDTH * HEIGHT) as u64)?;
+    let out = bench.stream.kernels.tenant.buffer((4 * WIDTH * HEIGHT) as u64)?;
     let arguments = [
         Argument::I32(WIDTH as i32),
         Argument::I32(HEIGHT as i32),
@@ -214,7 +216,7 @@ fn compare_nbody(bench: &Bench, report: &mut Report) -> anyhow::Result<()> {
     let bodies: Vec<[f32; 4]> =
         (0..N).map(|i| [(i % 97) as f32, (i % 89) as f32 * 0.5, (i % 83) as f32 * 0.25, 1.0]).collect();
     let (from, velocities) = (bench.upload(bodies.as_flattened())?, bench.upload(&vec![0.0; 4 * N])?);
-    let to = bench.seat.tenant.buffer((16 * N) as u64)?;
+    let to = bench.stream.kernels.tenant.buffer((16 * N) as u64)?;
     let arguments = [
         Argument::I32(N as i32),
         Argument::F32(0.01),
@@ -222,7 +224,7 @@ fn compare_nbody(bench: &Bench, report: &mut Report) -> anyhow::Result<()> {
         Argument::Buffer(velocities.handle()),
         Argument::Buffer(to.handle()),
     ];
-    let zero = |buffer: &Buffer| bench.seat.tenant.fill(buffer.handle(), 0, (16 * N) as u64, 0).map(drop);
+    let zero = |buffer: &Buffer| bench.stream.stream.fill(buffer.handle(), 0, (16 * N) as u64, 0).map(drop);
     let ours = || {
         zero(&velocities)?;
         bench.launch("nbody", [(N / 256) as u32, 1, 1], [256, 1, 1], &arguments)

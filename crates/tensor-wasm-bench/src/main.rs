@@ -5,6 +5,7 @@
 #![allow(clippy::cast_precision_loss, clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "statistics")]
 
 mod cold;
+mod concurrent;
 mod invoke;
 mod kernels;
 mod peers;
@@ -40,6 +41,8 @@ enum Comparison {
     Kernels,
     /// What a guest waits for a launch on a GPU, against raw driver calls.
     Guest,
+    /// Concurrent calls of one tenant on a GPU, over HTTP.
+    Concurrent,
 }
 
 fn main() -> anyhow::Result<()> {
@@ -50,5 +53,6 @@ fn main() -> anyhow::Result<()> {
         Comparison::Cold => cold::compare(),
         Comparison::Kernels => kernels::compare(),
         Comparison::Guest => kernels::guest(),
+        Comparison::Concurrent => concurrent::compare(),
     }
 }

@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     let is_test = args.iter().any(|arg| arg == "--test");
     let choice = args.iter().skip(1).find_map(|arg| arg.parse().ok()).unwrap_or(DeviceChoice::Cpu);
     let process = Placement::Process { exe: std::env::current_exe().unwrap(), args: vec!["device-worker".to_owned()] };
-    let memory = SlabPlan { staging_bytes: 64 << 20, pinned_bytes: 320 << 20 };
+    let memory = SlabPlan { staging_bytes: 64 << 20, pinned_bytes: 320 << 20, ..SlabPlan::default() };
     let placement = if choice == DeviceChoice::Cpu { Placement::Thread } else { process };
     let device = match Device::open(&OpenOptions { choice, placement, memory, ..OpenOptions::default() }) {
         Ok(device) => device,
@@ -180,8 +180,8 @@ fn cuda(device: &Device) {
     let nothing = load(&tenant, "nothing");
     let none = Params::default();
 
-    // In turns of two hundred, the first of each left out: the GPU belongs to one process at a time, and changing hands takes
-    // it some seventy microseconds.
+    // In turns of two hundred, the first of each left out: the GPU belongs to one process at a time, and changing
+    // hands takes it some seventy microseconds.
     let runtime = async_runtime();
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for _ in 0..40 {
@@ -310,7 +310,8 @@ fn copies(device: &Device, tenant: &Tenant, raw: &Baseline, report: &mut Report)
     );
 }
 
-/// One tenant launches kernels of 1 ms on every multiprocessor without end; the other's 10 µs kernel, from launch to done.
+/// One tenant launches kernels of 1 ms on every multiprocessor without end; the other's 10 µs kernel, from launch to
+/// done.
 fn neighbours(device: &Device, report: &mut Report) {
     let (flood, quiet) = (device.tenant("flood", TenantLimits::default()).unwrap(), tenant(device, "quiet"));
     let (long, short) = (load(&flood, "spin"), load(&quiet, "spin"));

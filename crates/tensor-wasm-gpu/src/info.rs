@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn what_a_worker_says_arrives() {
-        let slab = Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 0 }).unwrap();
+        let slab = Slab::create(&SlabPlan::default()).unwrap();
         let info = DeviceInfo {
             kind: DeviceKind::Cuda,
             name: "NVIDIA H200".to_owned(),

@@ -65,15 +65,18 @@ mod exports {
     pub use crate::backend::cpu::memory::HostMemory;
     pub use crate::choice::{DeviceChoice, Unavailable, optional_libraries};
     pub use crate::device::arena::{Handle, MemoryStats};
-    pub use crate::device::launch::{Graph, Grid, Kernel, KernelInfo, Module, Step};
+    pub use crate::device::launch::{Graph, GraphStep, Grid, Kernel, KernelInfo, Module};
     pub use crate::device::params::{Param, Params};
     pub use crate::device::pinned::{Pinned, PinnedMapping};
+    pub use crate::device::region::SharedRegion;
+    pub use crate::device::resident::Resident;
+    pub use crate::device::stream::Stream;
     pub use crate::device::{
         Buffer, Completion, Device, DeviceEvent, Events, OpenOptions, Placement, Tenant, TenantLimits,
     };
     pub use crate::error::DeviceError;
     pub use crate::info::{DeviceInfo, DeviceKind};
-    pub use crate::slab::SlabPlan;
+    pub use crate::slab::{REGION_NAME_MAX, REGIONS_BYTES_MAX, REGIONS_MAX, SlabPlan};
     pub use crate::wait::{LAUNCH_SPIN, spin_until};
     pub use crate::worker::host::{HostCode, HostKernels, HostLaunch, HostModule};
     pub use crate::worker::keeper::worker_main;

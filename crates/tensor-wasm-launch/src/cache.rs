@@ -1,5 +1,5 @@
-//! Compiled kernels, kept in memory and on disk under what they were made from: the module, what was asked of it, and the
-//! compiler. A file that is not what was written is thrown away and made again.
+//! Compiled kernels, kept in memory and on disk under what they were made from: the module, what was asked of it, and
+//! the compiler. A file that is not what was written is thrown away and made again.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -7,12 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
+use lru::LruCache;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use tensor_wasm_gpu::DeviceKind;
 use tensor_wasm_jit::{HostImage, KernelImage, Program, Refusal, SourceLocation};
-
-use crate::HashMap;
 
 /// Images in memory; beyond this, those that were not asked for the longest go.
 const MEMORY_BYTES_MAX: usize = 64 << 20;
@@ -104,16 +103,10 @@ pub struct Images {
     pub from_disk: AtomicU64,
 }
 
-#[derive(Default)]
+/// Images in memory, and their bytes together.
 struct Memory {
-    images: HashMap<(blake3::Hash, Options), Kept>,
+    images: LruCache<(blake3::Hash, Options), Arc<Image>, foldhash::quality::RandomState>,
     bytes: usize,
-    uses: u64,
-}
-
-struct Kept {
-    image: Arc<Image>,
-    last_use: u64,
 }
 
 impl Images {
@@ -127,18 +120,15 @@ impl Images {
         let disk_bytes =
             AtomicU64::new(folder.as_deref().map_or(0, |folder| files(folder).iter().map(|file| file.1).sum()));
         let (compiled, from_disk) = (AtomicU64::new(0), AtomicU64::new(0));
-        Images { folder, memory: Mutex::default(), disk_bytes, compiled, from_disk }
+        let images = LruCache::unbounded_with_hasher(foldhash::quality::RandomState::default());
+        let memory = Mutex::new(Memory { images, bytes: 0 });
+        Images { folder, memory, disk_bytes, compiled, from_disk }
     }
 
     /// An image that is in memory.
     pub fn get(&self, module: blake3::Hash, options: &Options) -> Option<Arc<Image>> {
-        let mut memory = self.memory.lock();
-        memory.uses += 1;
-        let now = memory.uses;
         // The key is borrowed: nothing is copied for a hit.
-        let kept = memory.images.get_mut(&(module, options) as &dyn Key)?;
-        kept.last_use = now;
-        Some(kept.image.clone())
+        self.memory.lock().images.get(&(module, options) as &dyn Key).cloned()
     }
 
     /// Reads an image from disk, or makes it. Takes milliseconds.
@@ -189,16 +179,13 @@ impl Images {
 
     fn keep(&self, module: blake3::Hash, options: Options, image: Arc<Image>) {
         let mut memory = self.memory.lock();
-        memory.uses += 1;
-        let last_use = memory.uses;
         memory.bytes += image.bytes();
-        if let Some(before) = memory.images.insert((module, options), Kept { image, last_use }) {
-            memory.bytes -= before.image.bytes();
+        if let Some(before) = memory.images.put((module, options), image) {
+            memory.bytes -= before.bytes();
         }
         while memory.bytes > MEMORY_BYTES_MAX && memory.images.len() > 1 {
-            let oldest = memory.images.iter().min_by_key(|(_, kept)| kept.last_use).map(|(key, _)| key.clone());
-            let Some(kept) = oldest.and_then(|key| memory.images.remove(&key)) else { break };
-            memory.bytes -= kept.image.bytes();
+            let Some((_, oldest)) = memory.images.pop_lru() else { break };
+            memory.bytes -= oldest.bytes();
         }
     }
 }

@@ -8,8 +8,8 @@ use tensor_wasm_gpu::{Completion, DeviceKind, Grid, Handle, LAUNCH_SPIN, Param, 
 use tensor_wasm_jit::{RECORD, SHARED_ADDRESS, Trap, TrapKind, Ty, budget_ticks};
 
 use crate::cache::{Image, Options};
-use crate::seat::Record;
-use crate::{KernelError, KernelModule, Seat};
+use crate::tenant::Record;
+use crate::{KernelError, KernelModule, LaunchStream};
 
 /// Windows begin at multiples of this.
 const WINDOW_ALIGN: u64 = 256;
@@ -48,6 +48,18 @@ impl Argument {
         }
     }
 
+    /// As the device takes it; memory by its address.
+    fn param(&self) -> Param {
+        match self {
+            Argument::I32(value) => Param::I32(*value),
+            Argument::I64(value) => Param::I64(*value),
+            Argument::F32(value) => Param::F32(*value),
+            Argument::F64(value) => Param::F64(*value),
+            Argument::Buffer(handle) => Param::Buffer { handle: *handle, offset: 0 },
+            Argument::Pinned { memory, offset, .. } => Param::Pinned { memory: memory.clone(), offset: *offset },
+        }
+    }
+
     fn what(&self) -> &'static str {
         match self {
             Argument::I32(_) => "an i32",
@@ -68,12 +80,12 @@ pub struct Launch {
     /// How long it may take.
     budget: Duration,
     ended: Option<Result<(), KernelError>>,
-    /// Whether the first wait looks for a moment without sleeping.
-    is_looked_for: bool,
+    /// Whether the first wait spins for a moment before it parks.
+    spins: bool,
     background: tokio::runtime::Handle,
 }
 
-impl Seat {
+impl LaunchStream {
     /// Launches a kernel: so many groups of so many items. Returns when it is in line.
     pub async fn launch(
         &self,
@@ -89,27 +101,19 @@ impl Seat {
         }
         let (name, types) = module.kernel(kernel)?;
         check(name, types, arguments)?;
-        let bench = self.bench().await?;
+        let context = self.kernels.context(self.stream.index()).await?;
         let sizes = self.sizes(arguments)?;
         let windows: Vec<bool> = arguments.iter().map(Argument::is_memory).collect();
-        let kind = self.tenant.device().kind();
+        let kind = self.stream.device().kind();
         let options = Options { kind, kernel: name.clone(), windows, is_small: false };
-        let (mut loaded, mut image) = self.loaded(&bench, module, options.clone()).await?;
+        let (mut loaded, mut image) = self.kernels.loaded(&context, module, options.clone()).await?;
         if image.window_bytes_min.iter().zip(&sizes).any(|(needed, size)| u64::from(*needed) > *size) {
-            (loaded, image) = self.loaded(&bench, module, Options { is_small: true, ..options }).await?;
+            (loaded, image) = self.kernels.loaded(&context, module, Options { is_small: true, ..options }).await?;
         }
         let mut params = Vec::with_capacity(3 * arguments.len() + 4);
         let mut next = u64::from(image.windows_from);
         for (argument, size) in arguments.iter().zip(&sizes) {
-            let address = match argument {
-                Argument::I32(value) => Param::I32(*value),
-                Argument::I64(value) => Param::I64(*value),
-                Argument::F32(value) => Param::F32(*value),
-                Argument::F64(value) => Param::F64(*value),
-                Argument::Buffer(handle) => Param::Buffer { handle: *handle, offset: 0 },
-                Argument::Pinned { memory, offset, .. } => Param::Pinned { memory: memory.clone(), offset: *offset },
-            };
-            params.push(address);
+            params.push(argument.param());
             if argument.is_memory() {
                 let start = next.next_multiple_of(WINDOW_ALIGN);
                 next = start + size.max(&1);
@@ -122,21 +126,22 @@ impl Seat {
                 params.extend([low(start), low(*size)]);
             }
         }
-        let record = self.record(&bench)?;
+        let record = self.kernels.record(&context)?;
         let memory = record.page.clone();
-        let mut launches = bench.launches.lock();
+        let control = context.control(self.stream.index())?;
+        let mut launches = control.launches.lock();
         *launches += 1;
         let number = *launches;
-        params.push(Param::Buffer { handle: bench.control.handle(), offset: 0 });
+        params.push(Param::Buffer { handle: control.block.handle(), offset: 0 });
         params.push(Param::Pinned { memory, offset: record.offset });
         params.push(Param::U64(number));
         params.push(Param::U32(budget_ticks(u64::try_from(budget.as_nanos()).unwrap_or(u64::MAX))));
         let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
-        let completion = self.tenant.launch(&loaded, grid, &Params::new(params))?;
+        let completion = self.stream.launch(&loaded, grid, &Params::new(params))?;
         drop(launches);
         let under_way = Some((completion, Arc::new(record)));
-        let (ended, is_looked_for, background) = (None, kind == DeviceKind::Cuda, self.background.clone());
-        Ok(Launch { under_way, number, image, budget, ended, is_looked_for, background })
+        let (ended, spins, background) = (None, kind == DeviceKind::Cuda, self.kernels.background.clone());
+        Ok(Launch { under_way, number, image, budget, ended, spins, background })
     }
 
     /// Launches code that is not ours: buffers are addresses, and nothing stops it but the worker's end.
@@ -149,42 +154,34 @@ impl Seat {
         arguments: &[Argument],
         budget: Duration,
     ) -> Result<Launch, KernelError> {
-        let bench = self.bench().await?;
-        let loaded = self.tenant.load(&module.code).await?;
-        let loaded = self.tenant.kernel(&loaded, kernel).await?;
-        let param = |argument: &Argument| match argument {
-            Argument::I32(value) => Param::I32(*value),
-            Argument::I64(value) => Param::I64(*value),
-            Argument::F32(value) => Param::F32(*value),
-            Argument::F64(value) => Param::F64(*value),
-            Argument::Buffer(handle) => Param::Buffer { handle: *handle, offset: 0 },
-            Argument::Pinned { memory, offset, .. } => Param::Pinned { memory: memory.clone(), offset: *offset },
-        };
-        let params = Params::new(arguments.iter().map(param));
+        let context = self.kernels.context(self.stream.index()).await?;
+        let loaded = self.stream.load(&module.code).await?;
+        let loaded = self.stream.kernel(&loaded, kernel).await?;
+        let params = Params::new(arguments.iter().map(Argument::param));
         let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
-        let record = Arc::new(self.record(&bench)?);
-        let completion = self.tenant.launch(&loaded, grid, &params)?;
-        let background = self.background.clone();
+        let record = Arc::new(self.kernels.record(&context)?);
+        let completion = self.stream.launch(&loaded, grid, &params)?;
+        let background = self.kernels.background.clone();
         let under_way = Some((completion, record));
         // No launch has this number, and so no record is about it.
-        let (number, image, ended, is_looked_for) = (0, Arc::default(), None, true);
-        Ok(Launch { under_way, number, image, budget, ended, is_looked_for, background })
+        let (number, image, ended, spins) = (0, Arc::default(), None, true);
+        Ok(Launch { under_way, number, image, budget, ended, spins, background })
     }
 
     /// The size of each argument that is memory; zero of the others.
     fn sizes(&self, arguments: &[Argument]) -> Result<Vec<u64>, KernelError> {
         let size = |argument: &Argument| match argument {
-            Argument::Buffer(handle) => Ok(self.tenant.size(*handle)?),
+            Argument::Buffer(handle) => Ok(self.kernels.tenant.size(*handle)?),
             Argument::Pinned { memory, offset, bytes } => {
                 let is_inside = offset.checked_add(*bytes).is_some_and(|end| end <= memory.len());
-                match is_inside && offset.is_multiple_of(ADDRESS_ALIGN) {
-                    true => Ok(*bytes),
-                    false => Err(KernelError::Arguments(format!(
-                        "a pointer to {bytes} bytes at {offset}: it must begin at a multiple of {ADDRESS_ALIGN} and lie \
-                         inside the memory, which has {} bytes",
-                        memory.len()
-                    ))),
+                if is_inside && offset.is_multiple_of(ADDRESS_ALIGN) {
+                    return Ok(*bytes);
                 }
+                Err(KernelError::Arguments(format!(
+                    "a pointer to {bytes} bytes at {offset}: it must begin at a multiple of {ADDRESS_ALIGN} and lie \
+                     inside the memory, which has {} bytes",
+                    memory.len()
+                )))
             }
             _ => Ok(0),
         };
@@ -212,7 +209,7 @@ impl Launch {
     pub async fn wait(&mut self) -> Result<(), KernelError> {
         if let Some((completion, record)) = &mut self.under_way {
             // A short kernel is over by the time that a guest would have given its thread away and got it back.
-            if std::mem::take(&mut self.is_looked_for) {
+            if std::mem::take(&mut self.spins) {
                 spin_until(|| completion.is_over(), LAUNCH_SPIN);
             }
             let done = std::future::poll_fn(|cx| Future::poll(Pin::new(&mut *completion), cx)).await;

@@ -1,21 +1,21 @@
-//! Launches of kernels: the compiler and the device joined. A kernel module is compiled for the device there is, loaded by its
-//! worker, launched with buffers of one tenant under a deadline, and what it trapped with is turned into words.
+//! Launches of kernels: the compiler and the device joined. A kernel module is compiled for the device there is, loaded
+//! by its worker, launched with buffers of one tenant under a deadline, and what it trapped with is turned into words.
 //!
 //! ```text
-//! bytes → KernelModule (module) → Image (cache) → Seat (seat) → Launch (launch) → Trap
+//! bytes → KernelModule (module) → Image (cache) → LaunchStream (tenant) → Launch (launch) → Trap
 //! ```
 //!
-//! The crate knows neither guests nor tenancy policy nor an engine: what runs kernels where the device is a CPU is handed to
-//! the device as [`tensor_wasm_gpu::HostKernels`].
+//! The crate knows neither guests nor tenancy policy nor an engine: what runs kernels where the device is a CPU is handed
+//! to the device as [`tensor_wasm_gpu::HostKernels`].
 
 pub mod cache;
 mod launch;
 mod module;
-mod seat;
+mod tenant;
 
 pub use crate::launch::{Argument, Canceller, Launch};
 pub use crate::module::KernelModule;
-pub use crate::seat::{Kernels, Opener, Seat};
+pub use crate::tenant::{Kernels, LaunchStream, Opener, TenantKernels};
 
 use tensor_wasm_gpu::DeviceError;
 use tensor_wasm_jit::Refusal;
@@ -40,4 +40,7 @@ pub enum KernelError {
     Denied(String),
     #[error("{0}")]
     Busy(String),
+    /// A mistake of ours, whoever asked.
+    #[error("{0}")]
+    Bug(String),
 }

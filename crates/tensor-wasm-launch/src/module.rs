@@ -51,11 +51,8 @@ impl KernelModule {
 
     /// Whether it has a kernel of that name, and if not why.
     pub fn has(&self, name: &str) -> Result<(), KernelError> {
-        match self.is_raw {
-            // Its device says so when it is launched.
-            true => Ok(()),
-            false => self.kernel(name).map(drop),
-        }
+        // Of code that is taken as it is, the device says so when it is launched.
+        if self.is_raw { Ok(()) } else { self.kernel(name).map(drop) }
     }
 
     pub(crate) fn kernel(&self, name: &str) -> Result<&(Arc<str>, Vec<Ty>), KernelError> {

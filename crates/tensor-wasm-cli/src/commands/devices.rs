@@ -61,7 +61,7 @@ impl Devices {
 
 fn options(choice: DeviceChoice, exe: &std::path::Path) -> OpenOptions {
     let placement = Placement::Process { exe: exe.to_owned(), args: vec!["device-worker".to_owned()] };
-    OpenOptions { choice, placement, memory: SlabPlan { staging_bytes: 0, pinned_bytes: 0 }, ..OpenOptions::default() }
+    OpenOptions { choice, placement, memory: SlabPlan::default(), ..OpenOptions::default() }
 }
 
 fn capability(info: &DeviceInfo) -> String {

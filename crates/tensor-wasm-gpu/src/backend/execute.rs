@@ -1,5 +1,5 @@
-//! From a job to a call of a backend: the one `match` over all jobs. What a number stands for, and whose it is, is settled
-//! here; a backend gets streams that are open, kernels and graphs that exist, and pointers into the slab.
+//! From a job to a call of a backend: the one `match` over all jobs. What a number stands for, and whose it is, is
+//! settled here; a backend gets streams that are open, kernels and graphs that exist, and pointers into the slab.
 
 use std::sync::Arc;
 
@@ -10,9 +10,10 @@ use super::{Backend, no_stream, unknown};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
 use crate::queue::job::{Answer, Job, SentJob};
-use crate::slab::{PAYLOAD_BYTES_MAX, SEATS, Slab};
+use crate::slab::{PAYLOAD_BYTES_MAX, STREAMS, Slab, is_lane, lane_of};
 
-/// What a backend's folder has: the operations of its device. They are done at once or put on the stream `on`, in order.
+/// What a backend's folder has: the operations of its device. They are done at once or put on the stream `on`, in
+/// order.
 ///
 /// Device addresses were checked by the server against the tenant's live buffers, which stay reserved until the job is
 /// done; pointers into the slab were checked here, and are the job's until its flag is set.
@@ -26,6 +27,16 @@ pub(super) trait DeviceOps {
     fn is_open(&self, stream: usize) -> bool;
 
     fn open_stream(&mut self, stream: usize, memory_bytes_max: u64, multiprocessors: u32) -> Result<(), DeviceError>;
+
+    /// Makes one more stream for the tenant whose first stream is `owner`, which is open. Never refuses for want of
+    /// streams: it then shares the first.
+    fn open_more(&mut self, stream: usize, owner: usize) -> Result<(), DeviceError>;
+
+    /// The first stream of the tenant that a stream belongs to.
+    fn owner(&self, stream: usize) -> usize;
+
+    /// Has what comes next on a stream begin after everything that another, which is open, was given so far.
+    fn order_after(&mut self, on: usize, before: usize) -> Result<(), DeviceError>;
 
     fn close_stream(&mut self, stream: usize) -> Result<(), DeviceError>;
 
@@ -115,7 +126,7 @@ impl<D: DeviceOps> Executor<D> {
 /// A job's number of a stream.
 fn stream_of(stream: u32) -> Result<usize, DeviceError> {
     let stream = stream as usize;
-    if stream < SEATS { Ok(stream) } else { Err(no_stream(stream)) }
+    if stream < STREAMS && !is_lane(stream) { Ok(stream) } else { Err(no_stream(stream)) }
 }
 
 fn len(bytes: u64) -> Result<usize, DeviceError> {
@@ -137,9 +148,22 @@ impl<D: DeviceOps> Backend for Executor<D> {
             Job::OpenStream { stream, memory_bytes_max, sm_count } => {
                 self.device.open_stream(stream_of(stream)?, memory_bytes_max, sm_count).map(done)
             }
+            Job::OpenMore { stream, owner } => {
+                let owner = stream_of(owner).ok().filter(|owner| self.device.is_open(*owner));
+                self.device.open_more(stream_of(stream)?, owner.ok_or_else(|| unknown(job))?).map(done)
+            }
+            Job::Await { stream } => {
+                let before = stream_of(stream)?;
+                // One that was closed is done, and one that is another tenant's by now has nothing that this one could
+                // wait for.
+                if self.device.is_open(before) && self.device.owner(before) == self.device.owner(on) && before != on {
+                    self.device.order_after(on, before)?;
+                }
+                Ok(Answer::default())
+            }
             Job::CloseStream { stream } => {
                 let stream = stream_of(stream)?;
-                self.lanes.close(SEATS + stream);
+                self.lanes.close(lane_of(stream));
                 self.device.close_stream(stream).map(done)
             }
             Job::Clear => {
@@ -177,7 +201,7 @@ impl<D: DeviceOps> Backend for Executor<D> {
             // What belongs on a lane.
             Job::Load { .. } | Job::Unload { .. } | Job::Kernel { .. } | Job::ForgetImage { .. } => Err(unknown(job)),
             Job::Launch { kernel, grid, block, shared_bytes } => {
-                let kernel = self.modules.kernel(SEATS + on, kernel).ok_or_else(|| unknown(job))?;
+                let kernel = self.modules.kernel(lane_of(self.device.owner(on)), kernel).ok_or_else(|| unknown(job))?;
                 self.device.launch(on, kernel, LaunchShape { grid, block, shared_bytes }, payload).map(done)
             }
             Job::GraphBegin => self.device.begin_graph(on).map(done),
@@ -206,11 +230,11 @@ impl<D: DeviceOps> Backend for Executor<D> {
 
     fn prioritize(&mut self, stream: usize, low: bool) -> Result<(), DeviceError> {
         // A lane has no priority.
-        if stream < SEATS && self.device.is_open(stream) { self.device.prioritize(stream, low) } else { Ok(()) }
+        if !is_lane(stream) && self.device.is_open(stream) { self.device.prioritize(stream, low) } else { Ok(()) }
     }
 
     fn notify(&mut self, stream: usize) -> Result<(), DeviceError> {
-        if stream < SEATS && self.device.is_open(stream) {
+        if !is_lane(stream) && self.device.is_open(stream) {
             return self.device.notify(stream);
         }
         // A lane rings by itself; a stream that is not open has nothing to wait for.

@@ -1,15 +1,21 @@
-//! A tenant's device memory: size classes over chunks that the worker reserved, handles with generations, and the quota.
+//! A tenant's device memory: size classes over chunks that the worker reserved, handles with generations, and the
+//! quota.
 //!
-//! Pure bookkeeping under one lock, without a device: the worker is asked only when a chunk is missing, so allocating and
-//! freeing from a warm arena are a few list operations. Blocks are never shared between tenants, and all use of a tenant's
-//! memory is ordered by its stream, so a freed block may be handed out again at once.
+//! Pure bookkeeping under one lock, without a device: the worker is asked only when a chunk is missing, so allocating
+//! and freeing from a warm arena are a few operations on free lists. Blocks are never shared between tenants.
+//!
+//! A block remembers the jobs that used it last, on each stream, through being freed and handed out again: so a freed
+//! block may be handed out at once, and the first job of its next owner is sent to begin after those of the last,
+//! where they are on another stream and not over. The same order holds for two uses of one buffer on different
+//! streams, unless both only read.
 //!
 //! A block is zeroed before its first use, not when it is allocated: what is overwritten as a whole never needs it.
 
-use slab::Slab;
+use slab::Slab as Slots;
 
 use crate::error::DeviceError;
 use crate::number::{half, index};
+use crate::queue::link::StreamUse;
 
 /// Four classes per doubling: a block is at most a quarter larger than what was asked for, from a kilobyte on.
 const CLASSES: usize = 4 * 33 + 1;
@@ -29,7 +35,7 @@ const GENERATION_BITS: u32 = 20;
 const INDEX_BITS: u32 = 22;
 const HANDLES_MAX: usize = 1 << INDEX_BITS;
 const _: () = assert!(TENANT_BITS + WORKER_BITS + GENERATION_BITS + INDEX_BITS == 64);
-const _: () = assert!(crate::slab::SEATS <= 1 << TENANT_BITS);
+const _: () = assert!(crate::slab::TENANTS <= 1 << TENANT_BITS);
 
 /// Names a buffer of a tenant. Any number may be tried as one; a wrong one is an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -40,6 +46,85 @@ struct Block {
     address: u64,
     chunk: u32,
     class: u8,
+}
+
+/// Who used a block last.
+#[derive(Debug, Default)]
+pub(crate) struct Uses {
+    /// The last job that may have written it.
+    write: Option<StreamUse>,
+    /// Jobs that have read it since, the last on each stream.
+    reads: Vec<StreamUse>,
+    /// Resident jobs that use the buffer.
+    held: Vec<StreamUse>,
+}
+
+impl Uses {
+    /// What a job on a stream must come after, on other streams.
+    fn before(&self, stream: u32, writes: bool) -> impl Iterator<Item = StreamUse> {
+        let reads = if writes { &self.reads[..] } else { &[] };
+        self.write.iter().chain(reads).copied().filter(move |other| other.stream != stream)
+    }
+
+    /// A job uses it now, and begins after what it must come after.
+    fn add(&mut self, own: StreamUse, writes: bool) {
+        if writes {
+            self.reads.clear();
+            self.write = Some(own);
+        } else if self.write.is_none_or(|write| write.stream != own.stream) {
+            match self.reads.iter_mut().find(|other| other.stream == own.stream) {
+                Some(other) => *other = own,
+                None => self.reads.push(own),
+            }
+        } else {
+            // Both on one stream: the later stands for both. Whoever reads on another stream must come after the
+            // write, and after this read it does.
+            self.write = Some(own);
+        }
+    }
+
+    /// A job uses it that does not end before it is told to, and that others need not come after.
+    fn hold(&mut self, own: StreamUse) {
+        self.held.push(own);
+    }
+
+    /// Its block is free: whoever has it next comes after those that hold it, too.
+    fn freed(mut self) -> Uses {
+        self.reads.append(&mut self.held);
+        self
+    }
+
+    fn all(self) -> impl Iterator<Item = StreamUse> {
+        self.write.into_iter().chain(self.reads)
+    }
+}
+
+/// What a job does with a part of a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    Read,
+    /// Writes all of that part before anything reads it.
+    Overwrite,
+    /// Reads and writes.
+    Update,
+}
+
+/// A part of a buffer that a job uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Part {
+    pub handle: Handle,
+    pub offset: u64,
+    pub len: u64,
+    pub access: Access,
+}
+
+/// A chunk to give back.
+#[derive(Debug)]
+pub(crate) struct Trimmed {
+    pub address: u64,
+    pub bytes: u64,
+    /// What must be over before it goes.
+    pub uses: Vec<StreamUse>,
 }
 
 #[derive(Debug)]
@@ -57,6 +142,7 @@ struct Entry {
     block: Option<Block>,
     size: u64,
     needs_zero: bool,
+    uses: Uses,
 }
 
 /// What an allocation takes besides a lock.
@@ -102,8 +188,9 @@ pub(crate) struct Arena {
     tenant: String,
     origin: Origin,
     bytes_max: u64,
-    free: Vec<Vec<Block>>,
-    chunks: Slab<Chunk>,
+    /// The free lists, one for each class, with who used each block last.
+    free: Vec<Vec<(Block, Uses)>>,
+    chunks: Slots<Chunk>,
     /// The chunk that blocks are cut from.
     cutting: Option<usize>,
     entries: Vec<Entry>,
@@ -134,8 +221,8 @@ impl Arena {
             tenant: tenant.to_owned(),
             origin,
             bytes_max,
-            free: vec![Vec::new(); CLASSES],
-            chunks: Slab::new(),
+            free: std::iter::repeat_with(Vec::new).take(CLASSES).collect(),
+            chunks: Slots::new(),
             cutting: None,
             entries: Vec::new(),
             unused: Vec::new(),
@@ -161,9 +248,9 @@ impl Arena {
             return Err(Shortage::Refused(DeviceError::OutOfMemory { asked_bytes: size }));
         }
         let bytes = class_bytes(class);
-        let block = match self.free[class].pop() {
-            Some(block) => block,
-            None => self.cut(class)?,
+        let (block, uses) = match self.free[class].pop() {
+            Some(found) => found,
+            None => (self.cut(class)?, Uses::default()),
         };
         let index = match self.unused.pop() {
             Some(index) => index,
@@ -172,7 +259,7 @@ impl Arena {
                 half(self.entries.len() - 1)
             }
             None => {
-                self.free[class].push(block);
+                self.free[class].push((block, uses));
                 return Err(self.over_quota(size));
             }
         };
@@ -181,7 +268,7 @@ impl Arena {
         self.stats.used_bytes_peak = self.stats.used_bytes_peak.max(self.stats.used_bytes);
         self.stats.buffers += 1;
         let entry = &mut self.entries[index as usize];
-        *entry = Entry { generation: entry.generation, block: Some(block), size, needs_zero: true };
+        *entry = Entry { generation: entry.generation, block: Some(block), size, needs_zero: true, uses };
         Ok(handle(self.origin, entry.generation, index))
     }
 
@@ -199,16 +286,16 @@ impl Arena {
         if entry.generation < 1 << GENERATION_BITS {
             self.unused.push(index);
         }
-        self.free[usize::from(block.class)].push(block);
+        self.free[usize::from(block.class)].push((block, std::mem::take(&mut entry.uses).freed()));
         self.chunks[block.chunk as usize].blocks_used -= 1;
         self.stats.used_bytes -= class_bytes(usize::from(block.class));
         self.stats.buffers -= 1;
         Ok(())
     }
 
-    /// A part of a buffer. `overwrites`: whoever asks writes all of it before anything reads it. Once that is sure to happen,
-    /// `touch` the buffer.
-    pub(crate) fn peek(&self, handle: Handle, offset: u64, len: u64, overwrites: bool) -> Result<Span, DeviceError> {
+    /// A part of a buffer. Once it is sure to be used so, `touch` the buffer.
+    pub(crate) fn peek(&self, part: Part) -> Result<Span, DeviceError> {
+        let Part { handle, offset, len, access } = part;
         let index = self.index(handle)?;
         let entry = &self.entries[index as usize];
         let block = entry.block.ok_or(DeviceError::StaleHandle)?;
@@ -216,15 +303,38 @@ impl Arena {
         if offset.checked_add(len).is_none_or(|end| end > size) {
             return Err(DeviceError::OutOfRange { offset, len, size });
         }
-        let is_whole = overwrites && len == size;
+        let is_whole = access == Access::Overwrite && len == size;
         let zero_first = (entry.needs_zero && !is_whole && len > 0).then_some((block.address, size));
         Ok(Span { address: block.address + offset, bytes: len, zero_first })
     }
 
-    /// The buffer has been zeroed, or written as a whole.
-    pub(crate) fn touch(&mut self, handle: Handle) {
-        if let Ok(index) = self.index(handle) {
+    /// What a job on a stream that uses a part must come after, on other streams.
+    pub(crate) fn before(&self, part: Part, stream: u32) -> impl Iterator<Item = StreamUse> {
+        let entry = self.index(part.handle).ok().map(|index| &self.entries[index as usize]);
+        // Zeroing it first is writing, whatever comes then.
+        entry
+            .into_iter()
+            .flat_map(move |entry| entry.uses.before(stream, part.access != Access::Read || entry.needs_zero))
+    }
+
+    /// A job was sent that uses a part: the buffer has been zeroed by then, or is written as a whole.
+    pub(crate) fn touch(&mut self, part: Part, own: StreamUse) {
+        if part.len > 0
+            && let Ok(index) = self.index(part.handle)
+        {
+            let entry = &mut self.entries[index as usize];
+            let writes = part.access != Access::Read || entry.needs_zero;
+            entry.needs_zero = false;
+            entry.uses.add(own, writes);
+        }
+    }
+
+    /// A resident job was sent that uses a part: the buffer may be used by others meanwhile, and its memory not before
+    /// the end.
+    pub(crate) fn hold(&mut self, part: Part, own: StreamUse) {
+        if let Ok(index) = self.index(part.handle) {
             self.entries[index as usize].needs_zero = false;
+            self.entries[index as usize].uses.hold(own);
         }
     }
 
@@ -242,19 +352,20 @@ impl Arena {
         }
     }
 
-    /// Gives back chunks of which nothing is in use: their addresses and sizes.
-    pub(crate) fn trim(&mut self) -> Vec<(u64, u64)> {
+    /// Gives back chunks of which nothing is in use.
+    pub(crate) fn trim(&mut self) -> Vec<Trimmed> {
         let idle: Vec<usize> = self.chunks.iter().filter(|(_, c)| c.blocks_used == 0).map(|(n, _)| n).collect();
-        for list in &mut self.free {
-            list.retain(|block| !idle.contains(&(block.chunk as usize)));
-        }
-        let give = |n: usize| {
+        self.cutting = self.cutting.filter(|n| !idle.contains(n));
+        let mut trimmed = Vec::new();
+        for n in idle {
+            let gone =
+                self.free.iter_mut().flat_map(|list| list.extract_if(.., |(block, _)| block.chunk as usize == n));
+            let uses = gone.flat_map(|(_, uses)| uses.all()).collect();
             let chunk = self.chunks.remove(n);
             self.stats.reserved_bytes -= chunk.bytes;
-            (chunk.address, chunk.bytes)
-        };
-        self.cutting = self.cutting.filter(|n| !idle.contains(n));
-        idle.into_iter().map(give).collect()
+            trimmed.push(Trimmed { address: chunk.address, bytes: chunk.bytes, uses });
+        }
+        trimmed
     }
 
     /// Cuts a block off the current chunk.
@@ -265,9 +376,10 @@ impl Arena {
         {
             return Ok(block);
         }
-        let chunk = match bytes >= OWN_CHUNK_BYTES {
-            true => bytes,
-            false => self.stats.reserved_bytes.next_power_of_two().clamp(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX).max(bytes),
+        let chunk = if bytes >= OWN_CHUNK_BYTES {
+            bytes
+        } else {
+            self.stats.reserved_bytes.next_power_of_two().clamp(CHUNK_BYTES_MIN, CHUNK_BYTES_MAX).max(bytes)
         };
         Err(Shortage::Chunk { bytes: chunk })
     }
@@ -289,7 +401,7 @@ impl Arena {
                 continue;
             }
             while let Some(block) = self.cut_from(n, class) {
-                self.free[class].push(block);
+                self.free[class].push((block, Uses::default()));
             }
         }
     }
@@ -357,10 +469,13 @@ mod tests {
     impl Arena {
         /// Looks and touches at once, as a job that is sent does.
         fn span(&mut self, handle: Handle, offset: u64, len: u64, overwrites: bool) -> Result<Span, DeviceError> {
-            let span = self.peek(handle, offset, len, overwrites)?;
-            if len > 0 {
-                self.touch(handle);
-            }
+            let access = if overwrites { Access::Overwrite } else { Access::Read };
+            self.span_on(Part { handle, offset, len, access }, StreamUse { stream: 1, number: 1 })
+        }
+
+        fn span_on(&mut self, part: Part, own: StreamUse) -> Result<Span, DeviceError> {
+            let span = self.peek(part)?;
+            self.touch(part, own);
             Ok(span)
         }
     }
@@ -416,7 +531,7 @@ mod tests {
             handles.drain(..).for_each(|handle| arena.free(handle).unwrap());
             let stats = arena.stats();
             assert_eq!((stats.used_bytes, stats.buffers), (0, 0));
-            let given: u64 = arena.trim().iter().map(|(_, bytes)| bytes).sum();
+            let given: u64 = arena.trim().iter().map(|trimmed| trimmed.bytes).sum();
             assert_eq!((given, arena.stats().reserved_bytes), (stats.reserved_bytes, 0));
             assert!(arena.free.iter().all(Vec::is_empty), "no block of a chunk that is gone");
         }
@@ -432,10 +547,41 @@ mod tests {
         let span = arena.span(again, 0, 1000, false).unwrap();
         assert_eq!((span.address, span.zero_first), (address, Some((address, 1000))), "the same block, zeroed again");
         assert_ne!(first, again);
-        assert_eq!(arena.trim(), [], "in use");
+        assert!(arena.trim().is_empty(), "in use");
         arena.free(again).unwrap();
-        assert_eq!(arena.trim(), [(1 << 30, CHUNK_BYTES_MIN)]);
+        let trimmed = arena.trim();
+        assert_eq!(trimmed.len(), 1);
+        assert_eq!((trimmed[0].address, trimmed[0].bytes), (1 << 30, CHUNK_BYTES_MIN));
         assert!(matches!(arena.allocate(1000), Err(Shortage::Chunk { .. })));
+    }
+
+    #[test]
+    fn a_freed_block_is_used_again_after_whoever_used_it_last() {
+        let (mut arena, mut next) = (Arena::new("t", Origin { tenant: 1, worker: 3 }, 1 << 30), 1 << 30);
+        let part = |handle, access| Part { handle, offset: 0, len: 1000, access };
+        let at = |stream, number| StreamUse { stream, number };
+        let before = |arena: &Arena, part, stream| arena.before(part, stream).collect::<Vec<_>>();
+        let old = allocate(&mut arena, &mut next, 1000).unwrap();
+        assert_eq!(before(&arena, part(old, Access::Update), 7), [], "nobody used it");
+        let address = arena.span_on(part(old, Access::Overwrite), at(7, 1)).unwrap().address;
+        assert_eq!(before(&arena, part(old, Access::Update), 7), [], "its own stream is in order");
+        assert_eq!(before(&arena, part(old, Access::Read), 8), [at(7, 1)], "read after write");
+        arena.span_on(part(old, Access::Read), at(8, 5)).unwrap();
+        arena.span_on(part(old, Access::Read), at(9, 6)).unwrap();
+        assert_eq!(before(&arena, part(old, Access::Read), 10), [at(7, 1)], "readers do not wait for readers");
+        assert_eq!(before(&arena, part(old, Access::Update), 8), [at(7, 1), at(9, 6)], "write after read");
+        arena.free(old).unwrap();
+        // The next owner of the block reads it first, which zeroes it.
+        let new = allocate(&mut arena, &mut next, 1000).unwrap();
+        assert_eq!(arena.peek(part(new, Access::Read)).unwrap().address, address);
+        assert_eq!(before(&arena, part(new, Access::Read), 8), [at(7, 1), at(9, 6)]);
+        arena.span_on(part(new, Access::Read), at(8, 7)).unwrap();
+        assert_eq!(before(&arena, part(new, Access::Update), 9), [at(8, 7)], "which came after the others");
+        arena.span_on(part(new, Access::Read), at(9, 8)).unwrap();
+        arena.free(new).unwrap();
+        let trimmed = arena.trim();
+        assert_eq!(trimmed.len(), 1);
+        assert_eq!(trimmed[0].uses, [at(8, 7), at(9, 8)]);
     }
 
     #[test]

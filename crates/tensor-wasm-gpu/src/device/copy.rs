@@ -6,10 +6,11 @@ use std::task::{Context, Poll};
 
 use parking_lot::Mutex;
 
-use crate::device::arena::Handle;
+use crate::device::Completion;
+use crate::device::arena::{Access, Handle, Part};
 use crate::device::pinned::Pinned;
 use crate::device::staging::{BLOCK_BYTES, Block, Keep, Staging};
-use crate::device::{Completion, Tenant};
+use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::number::index;
 use crate::queue::job::{Cell, Job};
@@ -23,18 +24,19 @@ const PARALLEL_BYTES_MIN: usize = 8 << 20;
 /// Threads that share a large copy.
 const COPY_THREADS_MAX: usize = 8;
 
-impl Tenant {
+impl Stream {
     /// Copies within or between buffers.
     pub fn copy(&self, from: (Handle, u64), to: (Handle, u64), bytes: u64) -> Result<Completion, DeviceError> {
-        let spans = [(from.0, from.1, bytes, false), (to.0, to.1, bytes, from.0 != to.0)];
-        self.send(&spans, |spans| {
+        let access = if from.0 == to.0 { Access::Update } else { Access::Overwrite };
+        let parts = [part(from.0, from.1, bytes, Access::Read), part(to.0, to.1, bytes, access)];
+        self.send(&parts, |spans| {
             let (from_address, to_address) = (spans[0].address, spans[1].address);
             Ok(vec![Job::Copy { from_address, to_address, bytes }.into()])
         })
     }
 
     pub fn fill(&self, buffer: Handle, offset: u64, bytes: u64, value: u8) -> Result<Completion, DeviceError> {
-        self.send(&[(buffer, offset, bytes, true)], |spans| {
+        self.send(&[part(buffer, offset, bytes, Access::Overwrite)], |spans| {
             Ok(vec![Job::Fill { address: spans[0].address, bytes, value }.into()])
         })
     }
@@ -42,24 +44,24 @@ impl Tenant {
     /// Copies pinned memory to a buffer.
     pub fn write_pinned(&self, from: (&Pinned, u64), to: (Handle, u64), bytes: u64) -> Result<Completion, DeviceError> {
         from.0.check(from.1, bytes)?;
-        from.0.check_worker(&self.0.bound()?.link.slab)?;
+        from.0.check_worker(&self.state.bound()?.link.slab)?;
         let from_offset = from.0.slab_offset() + from.1;
         self.count_to(bytes);
-        self.send(&[(to.0, to.1, bytes, true)], |spans| {
+        self.send(&[part(to.0, to.1, bytes, Access::Overwrite)], |spans| {
             let job = Job::Write { from_offset, to_address: spans[0].address, bytes };
-            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(vec![from.0.clone()])) }])
+            Ok(vec![Order::new(job, &[], Some(Keep::Pinned(vec![from.0.clone()])))])
         })
     }
 
     /// Copies a buffer to pinned memory.
     pub fn read_pinned(&self, from: (Handle, u64), to: (&Pinned, u64), bytes: u64) -> Result<Completion, DeviceError> {
         to.0.check(to.1, bytes)?;
-        to.0.check_worker(&self.0.bound()?.link.slab)?;
+        to.0.check_worker(&self.state.bound()?.link.slab)?;
         let to_offset = to.0.slab_offset() + to.1;
         self.count_from(bytes);
-        self.send(&[(from.0, from.1, bytes, false)], |spans| {
+        self.send(&[part(from.0, from.1, bytes, Access::Read)], |spans| {
             let job = Job::Read { from_address: spans[0].address, to_offset, bytes };
-            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Pinned(vec![to.0.clone()])) }])
+            Ok(vec![Order::new(job, &[], Some(Keep::Pinned(vec![to.0.clone()])))])
         })
     }
 
@@ -70,9 +72,9 @@ impl Tenant {
         }
         self.check_range(buffer, offset, bytes.len())?;
         self.zero_first(buffer)?;
-        let bound = self.0.bound()?;
-        // As many as there are blocks for are under way at once. Blocks come back when their copies are seen to be done, so
-        // whoever has some under way waits for those, and only then for others'.
+        let bound = self.state.bound()?;
+        // As many as there are blocks for are under way at once. Blocks come back when their copies are seen to be
+        // done, so whoever has some under way waits for those, and only then for others'.
         let mut under_way = VecDeque::new();
         for (n, piece) in bytes.chunks(index(BLOCK_BYTES)).enumerate() {
             let block = loop {
@@ -100,7 +102,7 @@ impl Tenant {
         }
         self.check_range(buffer, offset, bytes.len())?;
         self.zero_first(buffer)?;
-        let bound = self.0.bound()?;
+        let bound = self.state.bound()?;
         in_parallel(&bound.link.staging, bytes.chunks(index(BLOCK_BYTES)).enumerate().collect(), |block, (n, piece)| {
             self.write_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece).map(|sent| (sent, ()))
         })
@@ -110,17 +112,17 @@ impl Tenant {
         block.slab().copy_in(block.offset, piece);
         let bytes = piece.len() as u64;
         self.count_to(bytes);
-        self.send(&[(buffer, offset, bytes, true)], |spans| {
+        self.send(&[part(buffer, offset, bytes, Access::Overwrite)], |spans| {
             let job = Job::Write { from_offset: block.offset, to_address: spans[0].address, bytes };
-            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Block(block)) }])
+            Ok(vec![Order::new(job, &[], Some(Keep::Block(block)))])
         })
     }
 
     fn write_inline(&self, buffer: Handle, offset: u64, bytes: &[u8]) -> Result<Completion, DeviceError> {
         self.count_to(bytes.len() as u64);
-        self.send(&[(buffer, offset, bytes.len() as u64, true)], |spans| {
+        self.send(&[part(buffer, offset, bytes.len() as u64, Access::Overwrite)], |spans| {
             let job = Job::WriteInline { to_address: spans[0].address };
-            Ok(vec![Order { job, payload: bytes, keeps: None }])
+            Ok(vec![Order::new(job, bytes, None)])
         })
     }
 
@@ -135,7 +137,7 @@ impl Tenant {
             .await;
         }
         self.check_range(buffer, offset, bytes.len())?;
-        let bound = self.0.bound()?;
+        let bound = self.state.bound()?;
         // All that fit are under way at once; each is copied out as it comes.
         let mut pieces = bytes.chunks_mut(index(BLOCK_BYTES)).enumerate();
         let mut under_way = VecDeque::new();
@@ -163,7 +165,7 @@ impl Tenant {
             return block_on(self.read(buffer, offset, bytes));
         }
         self.check_range(buffer, offset, bytes.len())?;
-        let bound = self.0.bound()?;
+        let bound = self.state.bound()?;
         in_parallel(
             &bound.link.staging,
             bytes.chunks_mut(index(BLOCK_BYTES)).enumerate().collect(),
@@ -176,33 +178,34 @@ impl Tenant {
 
     fn read_block(&self, block: Block, buffer: Handle, offset: u64, bytes: u64) -> Result<Completion, DeviceError> {
         self.count_from(bytes);
-        self.send(&[(buffer, offset, bytes, false)], |spans| {
+        self.send(&[part(buffer, offset, bytes, Access::Read)], |spans| {
             let job = Job::Read { from_address: spans[0].address, to_offset: block.offset, bytes };
-            Ok(vec![Order { job, payload: &[], keeps: Some(Keep::Block(block)) }])
+            Ok(vec![Order::new(job, &[], Some(Keep::Block(block)))])
         })
     }
 
     fn read_inline(&self, buffer: Handle, offset: u64, bytes: u64) -> Result<Completion, DeviceError> {
         self.count_from(bytes);
-        self.send(&[(buffer, offset, bytes, false)], |spans| {
+        self.send(&[part(buffer, offset, bytes, Access::Read)], |spans| {
             Ok(vec![Job::ReadInline { from_address: spans[0].address, bytes }.into()])
         })
     }
 
     fn check_range(&self, buffer: Handle, offset: u64, len: usize) -> Result<(), DeviceError> {
-        self.0.bound()?;
-        self.0.place.lock().arena.peek(buffer, offset, len as u64, false).map(drop)
+        self.state.bound()?;
+        self.state.memory.lock().arena.peek(part(buffer, offset, len as u64, Access::Read)).map(drop)
     }
 
     /// Has a buffer zeroed that will be written in pieces: some of them may never come.
     fn zero_first(&self, buffer: Handle) -> Result<(), DeviceError> {
-        let bound = self.0.bound()?;
-        let mut place = self.0.place.lock();
-        let size = place.arena.size(buffer)?;
-        if let Some((address, bytes)) = place.arena.peek(buffer, 0, size, false)?.zero_first {
-            let fill = Job::Fill { address, bytes, value: 0 };
-            drop(bound.link.send(self.0.stream as usize, vec![fill.into()])?);
-            place.arena.touch(buffer);
+        let bound = self.state.bound()?;
+        let mut memory = self.state.memory.lock();
+        let whole = part(buffer, 0, memory.arena.size(buffer)?, Access::Update);
+        let (orders, spans) = self.before(&bound, &memory, &[whole])?;
+        if spans.iter().any(|span| span.zero_first.is_some()) {
+            self.open(&bound, &mut memory)?;
+            let ticket = bound.link.send(self.number() as usize, orders)?;
+            memory.arena.touch(whole, ticket.as_use());
         }
         Ok(())
     }
@@ -214,6 +217,10 @@ impl Tenant {
     fn count_from(&self, bytes: u64) {
         self.device().0.metrics.bytes_from_device.inc_by(bytes);
     }
+}
+
+fn part(handle: Handle, offset: u64, len: u64, access: Access) -> Part {
+    Part { handle, offset, len, access }
 }
 
 fn copy_out(kept: Option<&Keep>, piece: &mut [u8]) {

@@ -5,25 +5,26 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
-use crate::device::arena::{Arena, Handle};
+use crate::device::arena::{Access, Handle, Part, Span};
 use crate::device::params::Params;
 use crate::device::pinned::Pinned;
 use crate::device::staging::{BLOCK_BYTES, Keep};
-use crate::device::{Bound, Completion, Garbage, Tenant, lane};
+use crate::device::stream::{Stream, StreamSlot};
+use crate::device::{Bound, Completion, Garbage, TenantMemory};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
 use crate::number;
 use crate::queue::job::{Answer, Cell, Job};
 use crate::queue::link::{CONTROL, Order, Ticket};
-use crate::slab::PAYLOAD_BYTES_MAX;
+use crate::slab::{PAYLOAD_BYTES_MAX, lane_of};
 
 /// A loaded kernel module of a tenant. Cloning shares it; it is unloaded with the last clone and the last kernel of it.
 #[derive(Clone)]
-pub struct Module(Arc<Loaded>);
+pub struct Module(Arc<LoadedModule>);
 
-pub(crate) struct Loaded {
+pub(crate) struct LoadedModule {
     worker: u32,
-    seat: u64,
+    tenant: u64,
     lane: usize,
     number: u32,
     garbage: Arc<Garbage>,
@@ -31,7 +32,7 @@ pub(crate) struct Loaded {
     kernels: Mutex<HashMap<String, Arc<KernelInfo>>>,
 }
 
-impl Drop for Loaded {
+impl Drop for LoadedModule {
     fn drop(&mut self) {
         self.garbage.push(self.lane, Job::Unload { module: self.number });
     }
@@ -54,6 +55,12 @@ impl std::fmt::Debug for Module {
 pub struct Kernel {
     module: Module,
     info: Arc<KernelInfo>,
+}
+
+impl Kernel {
+    pub(crate) fn module(&self) -> &Arc<LoadedModule> {
+        &self.module.0
+    }
 }
 
 impl std::ops::Deref for Kernel {
@@ -83,8 +90,10 @@ pub struct Graph(Arc<Recorded>);
 
 pub(crate) struct Recorded {
     worker: u32,
-    seat: u64,
-    stream: u32,
+    tenant: u64,
+    /// Held for as long as the graph is there: its number means the same stream that long. Not the tenant: a job that
+    /// keeps the graph lets go of it under the link's lock.
+    slot: Arc<StreamSlot>,
     number: u32,
     garbage: Arc<Garbage>,
     used: Used,
@@ -92,7 +101,7 @@ pub(crate) struct Recorded {
 
 impl Drop for Recorded {
     fn drop(&mut self) {
-        self.garbage.push(self.stream as usize, Job::ForgetGraph { graph: self.number });
+        self.garbage.push(self.slot.number as usize, Job::ForgetGraph { graph: self.number });
     }
 }
 
@@ -116,18 +125,18 @@ pub struct Grid {
 }
 
 /// A step of a graph.
-pub enum Step<'a> {
+pub enum GraphStep<'a> {
     Launch { kernel: &'a Kernel, grid: Grid, params: &'a Params },
     Copy { from: (Handle, u64), to: (Handle, u64), bytes: u64 },
     Fill { buffer: Handle, offset: u64, bytes: u64, value: u8 },
 }
 
-impl Tenant {
+impl Stream {
     /// Loads a kernel module (PTX text or a cubin), or finds it loaded by this tenant: same bytes, same module.
     pub async fn load(&self, image: &[u8]) -> Result<Module, DeviceError> {
-        let bound = self.0.bound()?;
+        let bound = self.state.bound()?;
         let hash = blake3::hash(image);
-        if let Some(loaded) = self.0.place.lock().modules.get(&hash).and_then(Weak::upgrade) {
+        if let Some(loaded) = self.state.memory.lock().modules.get(&hash).and_then(Weak::upgrade) {
             return Ok(Module(loaded));
         }
         bound.collect();
@@ -139,9 +148,9 @@ impl Tenant {
         block.slab().copy_in(block.offset, image);
         // PTX ends with a NUL.
         block.slab().copy_in(block.offset + image.len() as u64, &[0]);
-        let lane = lane(self.0.stream);
+        let lane = lane_of(self.state.number() as usize);
         let job = Job::Upload { lane: number::half(lane), offset: block.offset, bytes: image.len() as u64 };
-        let order = Order { job, payload: &[], keeps: Some(Keep::Block(block)) };
+        let order = Order::new(job, &[], Some(Keep::Block(block)));
         let answer = bound.link.send(CONTROL, vec![order])?.await?;
         let image = half(answer.values[0]);
         // Who gives up while it is loaded leaves it to the end of the tenant.
@@ -152,26 +161,26 @@ impl Tenant {
                 return Err(error);
             }
         };
-        let loaded = Arc::new(Loaded {
+        let loaded = Arc::new(LoadedModule {
             worker: bound.link.worker,
-            seat: self.0.id,
+            tenant: self.state.id,
             lane,
             number: half(answer.values[0]),
             garbage: bound.garbage.clone(),
             kernels: Mutex::default(),
         });
-        let mut place = self.0.place.lock();
-        place.modules.retain(|_, loaded| loaded.strong_count() > 0);
+        let mut memory = self.state.memory.lock();
+        memory.modules.retain(|_, loaded| loaded.strong_count() > 0);
         // Not if another worker has come meanwhile.
-        if place.worker == Some(bound.link.worker) {
-            place.modules.insert(hash, Arc::downgrade(&loaded));
+        if memory.worker == Some(bound.link.worker) {
+            memory.modules.insert(hash, Arc::downgrade(&loaded));
         }
         Ok(Module(loaded))
     }
 
     /// A kernel of a module.
     pub async fn kernel(&self, module: &Module, name: &str) -> Result<Kernel, DeviceError> {
-        let bound = self.0.bound()?;
+        let bound = self.state.bound()?;
         self.check_module(module, &bound)?;
         if let Some(info) = module.0.kernels.lock().get(name).cloned() {
             return Ok(Kernel { module: module.clone(), info });
@@ -181,8 +190,8 @@ impl Tenant {
         }
         let job = Job::Kernel { module: module.0.number };
         let keeps = Some(Keep::Kernel(module.0.clone(), Vec::new()));
-        let order = Order { job, payload: name.as_bytes(), keeps };
-        let mut ticket = bound.link.send(lane(self.0.stream), vec![order])?;
+        let order = Order::new(job, name.as_bytes(), keeps);
+        let mut ticket = bound.link.send(lane_of(self.state.number() as usize), vec![order])?;
         let cell = ticket.cell();
         let mut layout = vec![0; PAYLOAD_BYTES_MAX];
         let link = bound.link.clone();
@@ -207,126 +216,143 @@ impl Tenant {
     fn check_module(&self, module: &Module, bound: &Bound) -> Result<(), DeviceError> {
         same_worker(module.0.worker, bound)?;
         // A module's variables are its tenant's.
-        match module.0.seat == self.0.id {
-            true => Ok(()),
-            false => Err(DeviceError::ForeignHandle),
-        }
+        if module.0.tenant == self.state.id { Ok(()) } else { Err(DeviceError::ForeignHandle) }
     }
 
     /// Launches a kernel. Its parameters are checked against its signature, its buffers against the tenant's.
     pub fn launch(&self, kernel: &Kernel, grid: Grid, params: &Params) -> Result<Completion, DeviceError> {
-        let bound = self.0.bound()?;
-        self.check_module(&kernel.module, &bound)?;
-        check_grid(kernel, grid, &bound.info)?;
-        params.check(&kernel.params)?;
-        let pinned = params.pinned(&bound.link.slab)?;
-        let spans = params.spans();
-        let mut place = self.0.place.lock();
-        let mut orders: Vec<Order<'_>> = Vec::new();
-        let mut addresses = Vec::with_capacity(spans.len());
-        for (handle, offset) in &spans {
-            let size = place.arena.size(*handle)?;
-            let len = size.checked_sub(*offset).ok_or(DeviceError::OutOfRange { offset: *offset, len: 0, size })?;
-            // The kernel may reach all of it, whatever is left after the offset.
-            let whole = place.arena.peek(*handle, 0, size, false)?;
-            orders.extend(whole.zero_first.map(|(address, bytes)| Job::Fill { address, bytes, value: 0 }.into()));
-            addresses.push(place.arena.peek(*handle, *offset, len, false)?.address);
-        }
-        let block = params.block(&addresses);
-        let Grid { blocks, threads, shared_bytes } = grid;
-        let job = Job::Launch { kernel: kernel.number, grid: blocks, block: threads, shared_bytes };
+        let bound = self.state.bound()?;
+        let pinned = self.check_launch(kernel, grid, params, &bound)?;
+        let mut memory = self.state.memory.lock();
+        let parts = whole_parts(&memory, params)?;
+        let (mut orders, spans) = self.before(&bound, &memory, &parts)?;
+        let block = params.block(&addresses(&spans, params));
         let keeps = Some(Keep::Kernel(kernel.module.0.clone(), pinned));
-        orders.push(Order { job, payload: &block, keeps });
-        let ticket = bound.link.send(self.0.stream as usize, orders)?;
-        spans.iter().for_each(|(handle, _)| place.arena.touch(*handle));
+        orders.push(Order::new(launch_job(kernel, grid), &block, keeps));
+        self.open(&bound, &mut memory)?;
+        let ticket = bound.link.send(self.number() as usize, orders)?;
+        parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         Ok(Completion(ticket))
     }
 
+    /// Whether a kernel may be launched so; the pinned memory among its parameters.
+    pub(crate) fn check_launch(
+        &self,
+        kernel: &Kernel,
+        grid: Grid,
+        params: &Params,
+        bound: &Bound,
+    ) -> Result<Vec<Pinned>, DeviceError> {
+        self.check_module(&kernel.module, bound)?;
+        check_grid(kernel, grid, &bound.info)?;
+        params.check(&kernel.params)?;
+        params.pinned(&bound.link.slab)
+    }
+
     /// Records a sequence that can then be replayed as one.
-    pub async fn graph(&self, steps: &[Step<'_>]) -> Result<Graph, DeviceError> {
-        let bound = self.0.bound()?;
+    pub async fn graph(&self, steps: &[GraphStep<'_>]) -> Result<Graph, DeviceError> {
+        let bound = self.state.bound()?;
         bound.collect();
         let (ticket, used) = self.record(&bound, steps)?;
         let number = u32::try_from(ticket.await?.values[0]).unwrap_or(u32::MAX);
         let (worker, garbage) = (bound.link.worker, bound.garbage.clone());
-        let (seat, stream) = (self.0.id, self.0.stream);
-        Ok(Graph(Arc::new(Recorded { worker, seat, stream, number, garbage, used })))
+        Ok(Graph(Arc::new(Recorded { worker, tenant: self.state.id, slot: self.slot.clone(), number, garbage, used })))
     }
 
     /// Sends the steps to be recorded; also returns what they use.
-    fn record(&self, bound: &Bound, steps: &[Step<'_>]) -> Result<(Ticket, Used), DeviceError> {
+    fn record(&self, bound: &Bound, steps: &[GraphStep<'_>]) -> Result<(Ticket, Used), DeviceError> {
         let mut blocks: Vec<Vec<u8>> = Vec::new();
         let mut jobs: Vec<(Job, Option<usize>)> = Vec::new();
-        let mut zeros: Vec<Order<'_>> = Vec::new();
-        let mut place = self.0.place.lock();
-        let (mut buffers, mut pinned, mut modules): (Vec<Handle>, Vec<Pinned>, Vec<Module>) = Default::default();
-        let mut span = |arena: &Arena, handle: Handle, offset: u64, len: u64| {
-            let span = arena.peek(handle, offset, len, false)?;
-            let whole = arena.peek(handle, 0, arena.size(handle)?, false)?;
-            zeros.extend(whole.zero_first.map(|(address, bytes)| Job::Fill { address, bytes, value: 0 }.into()));
-            buffers.push(handle);
-            Ok::<u64, DeviceError>(span.address)
+        let mut memory = self.state.memory.lock();
+        let (mut parts, mut pinned, mut modules): (Vec<Part>, Vec<Pinned>, Vec<Module>) = Default::default();
+        // A buffer that a graph uses is zeroed as a whole when it is recorded, whatever the graph does with it.
+        let mut span = |memory: &TenantMemory, handle: Handle, offset: u64, len: u64| {
+            let address = memory.arena.peek(Part { handle, offset, len, access: Access::Update })?.address;
+            parts.push(Part { handle, offset: 0, len: memory.arena.size(handle)?, access: Access::Update });
+            Ok::<u64, DeviceError>(address)
         };
         for step in steps {
             match step {
-                Step::Copy { from, to, bytes } => {
-                    let from_address = span(&place.arena, from.0, from.1, *bytes)?;
-                    let to_address = span(&place.arena, to.0, to.1, *bytes)?;
+                GraphStep::Copy { from, to, bytes } => {
+                    let from_address = span(&memory, from.0, from.1, *bytes)?;
+                    let to_address = span(&memory, to.0, to.1, *bytes)?;
                     jobs.push((Job::Copy { from_address, to_address, bytes: *bytes }, None));
                 }
-                Step::Fill { buffer, offset, bytes, value } => {
-                    let address = span(&place.arena, *buffer, *offset, *bytes)?;
+                GraphStep::Fill { buffer, offset, bytes, value } => {
+                    let address = span(&memory, *buffer, *offset, *bytes)?;
                     jobs.push((Job::Fill { address, bytes: *bytes, value: *value }, None));
                 }
-                Step::Launch { kernel, grid, params } => {
-                    self.check_module(&kernel.module, bound)?;
+                GraphStep::Launch { kernel, grid, params } => {
+                    pinned.extend(self.check_launch(kernel, *grid, params, bound)?);
                     modules.push(kernel.module.clone());
-                    pinned.extend(params.pinned(&bound.link.slab)?);
-                    check_grid(kernel, *grid, &bound.info)?;
-                    params.check(&kernel.params)?;
                     let mut addresses = Vec::new();
                     for (handle, offset) in params.spans() {
-                        let size = place.arena.size(handle)?;
+                        let size = memory.arena.size(handle)?;
                         let out = DeviceError::OutOfRange { offset, len: 0, size };
                         let len = size.checked_sub(offset).ok_or(out)?;
-                        addresses.push(span(&place.arena, handle, offset, len)?);
+                        addresses.push(span(&memory, handle, offset, len)?);
                     }
-                    let block = params.block(&addresses);
-                    let Grid { blocks: grid, threads, shared_bytes } = *grid;
-                    jobs.push((
-                        Job::Launch { kernel: kernel.number, grid, block: threads, shared_bytes },
-                        Some(blocks.len()),
-                    ));
-                    blocks.push(block);
+                    jobs.push((launch_job(kernel, *grid), Some(blocks.len())));
+                    blocks.push(params.block(&addresses));
                 }
             }
         }
         let payload = |at: &Option<usize>| at.map_or(&[][..], |at| &blocks[at]);
-        let mut orders = zeros;
+        let (mut orders, _) = self.before(bound, &memory, &parts)?;
         orders.push(Job::GraphBegin.into());
         // A kernel is there until it is recorded, also if whoever asked for that gives up; then the recording keeps it.
         let keep = |at: &Option<usize>| at.map(|at| Keep::Kernel(modules[at].0.clone(), Vec::new()));
-        orders.extend(jobs.iter().map(|(job, at)| Order { job: *job, payload: payload(at), keeps: keep(at) }));
+        orders.extend(jobs.iter().map(|(job, at)| Order::new(*job, payload(at), keep(at))));
         orders.push(Job::GraphEnd.into());
-        let ticket = bound.link.send(self.0.stream as usize, orders)?;
-        buffers.iter().for_each(|handle| place.arena.touch(*handle));
-        Ok((ticket, Used { buffers, pinned, modules }))
+        self.open(bound, &mut memory)?;
+        let ticket = bound.link.send(self.number() as usize, orders)?;
+        parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
+        Ok((ticket, Used { buffers: parts.iter().map(|part| part.handle).collect(), pinned, modules }))
     }
 
-    /// Runs a recorded sequence. The buffers it was recorded with must not have been freed.
+    /// Runs a recorded sequence, on the stream it was recorded on. The buffers it was recorded with must not have been
+    /// freed.
     pub fn replay(&self, graph: &Graph) -> Result<Completion, DeviceError> {
-        let bound = self.0.bound()?;
+        let bound = self.state.bound()?;
         same_worker(graph.0.worker, &bound)?;
-        if graph.0.seat != self.0.id {
+        if graph.0.tenant != self.state.id || !Arc::ptr_eq(&graph.0.slot, &self.slot) {
             return Err(DeviceError::ForeignHandle);
         }
-        // Held until the job is in line: what is freed after that is freed after it on the stream.
-        let place = self.0.place.lock();
-        graph.0.used.buffers.iter().try_for_each(|handle| place.arena.size(*handle).map(drop))?;
-        let job = Job::Replay { graph: graph.0.number };
-        let order = Order { job, payload: &[], keeps: Some(Keep::Graph(graph.0.clone())) };
-        bound.link.send(self.0.stream as usize, vec![order]).map(Completion)
+        let parts = {
+            let memory = self.state.memory.lock();
+            let part = |handle: &Handle| {
+                Ok(Part { handle: *handle, offset: 0, len: memory.arena.size(*handle)?, access: Access::Update })
+            };
+            graph.0.used.buffers.iter().map(part).collect::<Result<Vec<Part>, DeviceError>>()?
+        };
+        self.send(&parts, |_| {
+            let job = Job::Replay { graph: graph.0.number };
+            Ok(vec![Order::new(job, &[], Some(Keep::Graph(graph.0.clone())))])
+        })
     }
+}
+
+/// The buffers among the parameters of a launch, as wholes: the kernel may reach all of each, whatever is left after
+/// its offset.
+pub(crate) fn whole_parts(memory: &TenantMemory, params: &Params) -> Result<Vec<Part>, DeviceError> {
+    let part = |(handle, offset): (Handle, u64)| {
+        let size = memory.arena.size(handle)?;
+        if offset > size {
+            return Err(DeviceError::OutOfRange { offset, len: 0, size });
+        }
+        Ok(Part { handle, offset: 0, len: size, access: Access::Update })
+    };
+    params.spans().into_iter().map(part).collect()
+}
+
+/// The addresses of the buffers among the parameters, with their offsets.
+pub(crate) fn addresses(spans: &[Span], params: &Params) -> Vec<u64> {
+    spans.iter().zip(params.spans()).map(|(span, (_, offset))| span.address + offset).collect()
+}
+
+pub(crate) fn launch_job(kernel: &Kernel, grid: Grid) -> Job {
+    let Grid { blocks, threads, shared_bytes } = grid;
+    Job::Launch { kernel: kernel.number, grid: blocks, block: threads, shared_bytes }
 }
 
 fn half(n: u64) -> u32 {
@@ -334,10 +360,10 @@ fn half(n: u64) -> u32 {
 }
 
 fn same_worker(worker: u32, bound: &Bound) -> Result<(), DeviceError> {
-    match worker == bound.link.worker {
-        true => Ok(()),
-        false => Err(DeviceError::DeviceLost { why: "it belonged to an earlier worker".to_owned() }),
+    if worker == bound.link.worker {
+        return Ok(());
     }
+    Err(DeviceError::DeviceLost { why: "it belonged to an earlier worker".to_owned() })
 }
 
 fn check_grid(kernel: &Kernel, grid: Grid, info: &DeviceInfo) -> Result<(), DeviceError> {

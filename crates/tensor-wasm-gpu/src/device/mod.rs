@@ -1,7 +1,8 @@
-//! A device as its users see it: tenants, buffers, copies, kernels, graphs. Handles here are cheap, `Send` and `Sync`, and
-//! can do nothing but send jobs; the worker that does them is started, watched and replaced by `worker/keeper.rs`.
+//! A device as its users see it: tenants, buffers, copies, kernels, graphs. Handles here are cheap, `Send` and `Sync`,
+//! and can do nothing but send jobs; the worker that does them is started, watched and replaced by `worker/keeper.rs`.
 //!
-//! Everything of a tenant is on one stream, in the order it was asked for. What is asked for is checked here, against the
+//! A tenant has a stream from the beginning, and takes more from a pool (`stream.rs`): what is asked for on one stream
+//! is done in that order, and what two streams do with one buffer too. What is asked for is checked here, against the
 //! tenant's own buffers, before a job is sent.
 
 pub(crate) mod arena;
@@ -9,7 +10,10 @@ pub(crate) mod copy;
 pub(crate) mod launch;
 pub(crate) mod params;
 pub(crate) mod pinned;
+pub(crate) mod region;
+pub(crate) mod resident;
 pub(crate) mod staging;
+pub(crate) mod stream;
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -22,10 +26,11 @@ use parking_lot::{Mutex, RwLock};
 use prometheus_client::registry::Registry;
 
 use crate::choice::{DeviceChoice, Unavailable};
-use crate::device::arena::{Arena, Handle, MemoryStats, Origin, Shortage, Span};
-use crate::device::launch::Loaded;
+use crate::device::arena::{Arena, Handle, MemoryStats, Origin, Shortage, Trimmed};
+use crate::device::launch::LoadedModule;
 use crate::device::params::Param;
 use crate::device::pinned::{Pinned, PinnedPool};
+use crate::device::stream::{Stream, StreamSlot, TenantStreams};
 use crate::error::DeviceError;
 use crate::info::{DeviceInfo, DeviceKind};
 use crate::metrics::{Gauges, Metrics, Reading};
@@ -33,7 +38,7 @@ use crate::number::half;
 use crate::queue::fair::Share;
 use crate::queue::job::{Answer, Job};
 use crate::queue::link::{CONTROL, Link, Order, Ticket};
-use crate::slab::{SEATS, SlabPlan};
+use crate::slab::{POOL_FIRST, POOL_STREAMS, SlabPlan, TENANTS, lane_of};
 use crate::worker::host::HostKernels;
 use crate::worker::keeper::{self, Keeper, Opened};
 
@@ -50,6 +55,10 @@ pub struct OpenOptions {
     pub hang: Duration,
     /// A job that is not done after this long is taken to be stuck, and the worker with it.
     pub job_max: Duration,
+    /// A resident kernel that has not beaten for this long is taken to hang, and the worker is replaced.
+    pub beat_max: Duration,
+    /// A resident kernel that has not ended this long after it was told to is taken to hang, whether it beats or not.
+    pub stop_max: Duration,
     /// Told when a worker was lost, and when another has taken its place.
     pub events: Events,
     /// What runs kernels where the device is the CPU. A worker process is given its own.
@@ -96,9 +105,11 @@ impl Default for OpenOptions {
         OpenOptions {
             choice: DeviceChoice::Auto,
             placement: Placement::Thread,
-            memory: SlabPlan { staging_bytes: 64 << 20, pinned_bytes: 64 << 20 },
+            memory: SlabPlan { staging_bytes: 64 << 20, pinned_bytes: 64 << 20, ..SlabPlan::default() },
             hang: Duration::from_secs(5),
             job_max: Duration::from_secs(60),
+            beat_max: Duration::from_secs(2),
+            stop_max: Duration::from_secs(10),
             events: Events::default(),
             host: HostKernels::default(),
         }
@@ -119,63 +130,87 @@ pub(crate) struct Inner {
 
 #[derive(Default)]
 struct Tenants {
-    by_name: HashMap<Arc<str>, Weak<Seat>>,
-    /// Stream numbers that are free; 0 is the control stream.
+    by_name: HashMap<Arc<str>, Weak<TenantState>>,
+    /// Numbers of first streams that are free, which are tenants' numbers; 0 is the control stream.
     unused: Vec<u32>,
+    /// Streams of the pool that are free.
+    unused_streams: Vec<u32>,
     /// Counts those there have been.
-    seats: u64,
-    /// Tenants that are gone and whose streams are not free yet.
+    count: u64,
+    /// Tenants and streams that are gone and whose numbers are not free yet.
     closing: Vec<Closing>,
 }
 
-/// The end of a tenant, in steps, each sent once the one before is done. Nobody waits for it.
+/// The end of a tenant or of one of its streams, in stages, each sent once the one before is done. Nobody waits for it.
 struct Closing {
     bound: Arc<Bound>,
-    stream: u32,
-    sent: Option<Ticket>,
-    left: Vec<(usize, Job)>,
+    /// Of the tenant, if it is the end of that.
+    home: Option<u32>,
+    /// Of the pool.
+    streams: Vec<u32>,
+    sent: Vec<Ticket>,
+    /// Last first.
+    stages: Vec<Vec<(usize, Job)>>,
 }
 
 impl Closing {
-    fn new(bound: Arc<Bound>, stream: u32) -> Closing {
-        // Last first. Modules go when nothing that runs can need them.
-        let left =
-            vec![(CONTROL, Job::CloseStream { stream }), (lane(stream), Job::Clear), (stream as usize, Job::Clear)];
-        Closing { bound, stream, sent: None, left }
+    fn new(bound: Arc<Bound>, home: Option<u32>, streams: Vec<u32>) -> Closing {
+        let all = |job: fn(u32) -> (usize, Job)| streams.iter().map(|stream| job(*stream)).collect();
+        // The tenant's other streams go before its first, and its modules when nothing that runs can need them.
+        let mut stages: Vec<Vec<(usize, Job)>> = Vec::new();
+        if let Some(home) = home {
+            stages.push(vec![(CONTROL, Job::CloseStream { stream: home })]);
+            stages.push(vec![(lane_of(home as usize), Job::Clear)]);
+            stages.push(vec![(home as usize, Job::Clear)]);
+        }
+        stages.push(all(|stream| (CONTROL, Job::CloseStream { stream })));
+        stages.push(all(|stream| (stream as usize, Job::Clear)));
+        Closing { bound, home, streams, sent: Vec::new(), stages }
     }
 
-    /// Goes on as far as it can. True when the stream is free.
+    /// Goes on as far as it can. True when all of it is free.
     fn advance(&mut self) -> bool {
         let link = &self.bound.link;
         loop {
             if link.lost().is_some() {
                 return true;
             }
-            if self.sent.as_ref().is_some_and(|ticket| !ticket.is_over()) {
-                return false;
-            }
-            self.sent = None;
-            let Some((stream, job)) = self.left.last() else {
-                return link.close(self.stream as usize) && link.close(lane(self.stream));
+            self.sent.retain(|ticket| !ticket.is_over());
+            let Some(stage) = self.stages.last_mut() else {
+                let are_closed = self.streams.iter().all(|stream| link.close(*stream as usize));
+                let is_closed = |home| link.close(home as usize) && link.close(lane_of(home as usize));
+                return self.sent.is_empty() && are_closed && self.home.is_none_or(is_closed);
             };
-            match link.send(*stream, vec![(*job).into()]) {
-                Ok(ticket) => self.sent = Some(ticket),
-                Err(DeviceError::Busy { .. }) => return false,
-                // It was never opened, or is lost.
-                Err(_) => {}
+            if stage.is_empty() {
+                if !self.sent.is_empty() {
+                    return false;
+                }
+                self.stages.pop();
+                continue;
             }
-            self.left.pop();
+            while let Some((stream, job)) = stage.pop() {
+                match link.send(stream, vec![job.into()]) {
+                    Ok(ticket) => self.sent.push(ticket),
+                    Err(DeviceError::Busy { .. }) => {
+                        stage.push((stream, job));
+                        return false;
+                    }
+                    // It was never opened, or is lost.
+                    Err(_) => {}
+                }
+            }
         }
     }
 }
 
 impl Tenants {
     fn reap(&mut self) {
-        let Tenants { unused, closing, .. } = self;
+        let Tenants { unused, unused_streams, closing, .. } = self;
         closing.retain_mut(|closing| {
             let is_over = closing.advance();
             if is_over {
-                unused.push(closing.stream);
+                unused.extend(closing.home);
+                unused_streams.append(&mut closing.streams);
             }
             !is_over
         });
@@ -188,8 +223,11 @@ const LOADS_WAITING_MAX: usize = 8;
 /// Things that the worker is told to forget at once.
 const GARBAGE_MAX: usize = 32;
 
-/// How long an allocation waits for tenants that are gone to give back what they had.
+/// How long an allocation, or a tenant that comes, waits for tenants that are gone to give back what they had.
 const CLOSING_MAX: Duration = Duration::from_millis(500);
+
+/// Between two looks at tenants that are going.
+const CLOSING_LOOK: Duration = Duration::from_micros(100);
 
 /// Everything that lives and dies with one worker.
 pub(crate) struct Bound {
@@ -208,11 +246,6 @@ impl Garbage {
     pub(crate) fn push(&self, stream: usize, job: Job) {
         self.0.lock().push((stream, job));
     }
-}
-
-/// The lane of a tenant's stream, on which its modules are loaded.
-pub(crate) fn lane(stream: u32) -> usize {
-    SEATS + stream as usize
 }
 
 impl Bound {
@@ -249,34 +282,57 @@ pub struct TenantLimits {
     pub waiting_max: usize,
     /// Multiprocessors its kernels may use; 0 for all.
     pub multiprocessors: u32,
+    /// Resident kernels it may have at once. They take a part of the device for as long as they stay, which no line
+    /// shares out.
+    pub residents_max: usize,
 }
 
 impl Default for TenantLimits {
     fn default() -> TenantLimits {
-        TenantLimits { memory_bytes_max: 1 << 30, weight: 1, running_max: 256, waiting_max: 256, multiprocessors: 0 }
+        TenantLimits {
+            memory_bytes_max: 1 << 30,
+            weight: 1,
+            running_max: 256,
+            waiting_max: 256,
+            multiprocessors: 0,
+            residents_max: 0,
+        }
     }
 }
 
-/// A tenant of a device. Cloning shares it; with the last clone everything it holds goes back.
+/// A tenant of a device. Cloning shares it; with the last clone, and the last of its streams and buffers, everything
+/// it holds goes back. Used as a [`Stream`], it is its first one.
 #[derive(Clone)]
-pub struct Tenant(pub(crate) Arc<Seat>);
+pub struct Tenant(Stream);
 
-pub(crate) struct Seat {
-    device: Device,
-    /// Never used again, unlike the stream's number.
-    pub id: u64,
-    name: Arc<str>,
-    pub stream: u32,
-    limits: TenantLimits,
-    pub place: Mutex<Place>,
+impl std::ops::Deref for Tenant {
+    type Target = Stream;
+
+    fn deref(&self) -> &Stream {
+        &self.0
+    }
 }
 
-/// A tenant's memory with the worker of the moment.
-pub(crate) struct Place {
+pub(crate) struct TenantState {
+    pub device: Device,
+    /// Never used again, unlike the number of its first stream.
+    pub id: u64,
+    pub name: Arc<str>,
+    pub limits: TenantLimits,
+    /// Its first stream.
+    pub home: Arc<StreamSlot>,
+    pub streams: Mutex<TenantStreams>,
+    pub memory: Mutex<TenantMemory>,
+}
+
+/// A tenant's memory, modules and streams with the worker of the moment.
+pub(crate) struct TenantMemory {
     /// Of which worker; none yet at first.
     pub worker: Option<u32>,
     pub arena: Arena,
-    pub modules: HashMap<blake3::Hash, Weak<Loaded>>,
+    pub modules: HashMap<blake3::Hash, Weak<LoadedModule>>,
+    /// Its streams that the worker knows, as bits by their indices.
+    pub opened: u64,
 }
 
 /// Work that was sent to a device. Await it, or wait for it in a thread; dropping it does not stop the work.
@@ -293,8 +349,13 @@ impl Device {
     pub fn open(options: &OpenOptions) -> Result<Device, Unavailable> {
         let metrics = Arc::new(Metrics::default());
         let Opened { link, fallback, keeper } = keeper::open(options, &metrics)?;
-        let unused = (1..half(SEATS)).rev().collect();
-        let tenants = Tenants { by_name: HashMap::new(), unused, seats: 0, closing: Vec::new() };
+        let first = half(POOL_FIRST);
+        let streams_max = half(POOL_STREAMS).min(stream::pool_max(crate::info::get(&link.slab).kind));
+        let tenants = Tenants {
+            unused: (1..half(TENANTS)).rev().collect(),
+            unused_streams: (first..first + streams_max).rev().collect(),
+            ..Tenants::default()
+        };
         let inner = Arc::new(Inner {
             current: RwLock::new(Arc::new(Bound::new(link))),
             metrics,
@@ -339,9 +400,9 @@ impl Device {
     }
 
     fn reading(&self) -> Reading {
-        let seats = self.seats();
-        let used = |seat: &Arc<Seat>| (seat.name.to_string(), seat.place.lock().arena.stats().used_bytes);
-        let by_tenant: Vec<(String, u64)> = seats.iter().map(used).collect();
+        let tenants = self.tenants();
+        let used = |own: &Arc<TenantState>| (own.name.to_string(), own.memory.lock().arena.stats().used_bytes);
+        let by_tenant: Vec<(String, u64)> = tenants.iter().map(used).collect();
         Reading {
             memory_used_bytes: by_tenant.iter().map(|(_, bytes)| bytes).sum(),
             by_tenant,
@@ -349,29 +410,73 @@ impl Device {
         }
     }
 
-    /// The tenant of that name, with these limits if it is new.
+    /// The tenant of that name, with these limits if it is new. Where there is no room for another, waits a moment for
+    /// those that are gone to give back what they had.
     pub fn tenant(&self, name: &str, limits: TenantLimits) -> Result<Tenant, DeviceError> {
+        let began = std::time::Instant::now();
+        loop {
+            if let Some(tenant) = self.try_tenant(name, limits) {
+                return Ok(tenant);
+            }
+            if self.0.reap() || began.elapsed() >= CLOSING_MAX {
+                let why = format!("it has {} tenants already, and all of them use it", TENANTS - 1);
+                return self.try_tenant(name, limits).ok_or(DeviceError::Refused { why });
+            }
+            std::thread::park_timeout(CLOSING_LOOK);
+        }
+    }
+
+    /// The same without waiting; none if there is no room for another tenant now.
+    pub fn try_tenant(&self, name: &str, limits: TenantLimits) -> Option<Tenant> {
         let mut tenants = self.0.tenants.lock();
-        if let Some(seat) = tenants.by_name.get(name).and_then(Weak::upgrade) {
-            return Ok(Tenant(seat));
+        if let Some(state) = tenants.by_name.get(name).and_then(Weak::upgrade) {
+            drop(tenants);
+            let slot = state.home.clone();
+            return Some(Tenant(Stream { state, slot }));
         }
         tenants.reap();
-        let Some(stream) = tenants.unused.pop() else {
-            return Err(DeviceError::Refused { why: format!("it has {} tenants already", SEATS - 1) });
-        };
+        let number = tenants.unused.pop()?;
         // Nothing could ever be sent with less.
         let limits =
             TenantLimits { running_max: limits.running_max.max(1), waiting_max: limits.waiting_max.max(1), ..limits };
         let name: Arc<str> = name.into();
-        let origin = Origin { tenant: stream, worker: 0 };
+        let origin = Origin { tenant: number, worker: 0 };
         let arena = Arena::new(&name, origin, limits.memory_bytes_max);
-        let place = Mutex::new(Place { worker: None, arena, modules: HashMap::new() });
-        tenants.seats += 1;
-        let id = tenants.seats;
-        let seat = Arc::new(Seat { device: self.clone(), id, name: name.clone(), stream, limits, place });
-        tenants.by_name.insert(name, Arc::downgrade(&seat));
-        drop(tenants);
-        Ok(Tenant(seat))
+        let memory = TenantMemory { worker: None, arena, modules: HashMap::new(), opened: 0 };
+        tenants.count += 1;
+        let slot = Arc::new(StreamSlot { number, index: 0 });
+        let state = Arc::new(TenantState {
+            device: self.clone(),
+            id: tenants.count,
+            name: name.clone(),
+            limits,
+            home: slot.clone(),
+            streams: Mutex::default(),
+            memory: Mutex::new(memory),
+        });
+        tenants.by_name.insert(name, Arc::downgrade(&state));
+        Some(Tenant(Stream { state, slot }))
+    }
+
+    /// A stream of the pool. None if there is none.
+    pub(crate) fn take_stream(&self) -> Option<u32> {
+        let mut tenants = self.0.tenants.lock();
+        if tenants.unused_streams.is_empty() {
+            tenants.reap();
+        }
+        tenants.unused_streams.pop()
+    }
+
+    /// Gives streams of the pool back, once everything on them is done.
+    pub(crate) fn close_streams(&self, streams: Vec<u32>) {
+        let bound = self.0.current.read().clone();
+        let mut tenants = self.0.tenants.lock();
+        tenants.closing.push(Closing::new(bound, None, streams));
+        tenants.reap();
+    }
+
+    pub(crate) fn bound(&self) -> Arc<Bound> {
+        self.0.current.read().clone()
     }
 
     /// Memory that host and device both see in place, zeroed.
@@ -389,14 +494,14 @@ impl Device {
     fn trim_all(&self, bound: &Bound) {
         let began = std::time::Instant::now();
         while !self.0.reap() && began.elapsed() < CLOSING_MAX {
-            std::thread::park_timeout(Duration::from_micros(100));
+            std::thread::park_timeout(CLOSING_LOOK);
         }
-        for seat in self.seats() {
-            seat.trim(bound);
+        for tenant in self.tenants() {
+            tenant.trim(bound);
         }
     }
 
-    fn seats(&self) -> Vec<Arc<Seat>> {
+    pub(crate) fn tenants(&self) -> Vec<Arc<TenantState>> {
         let mut tenants = self.0.tenants.lock();
         tenants.reap();
         tenants.by_name.values().filter_map(Weak::upgrade).collect()
@@ -420,72 +525,89 @@ impl Inner {
     }
 }
 
-impl Seat {
+impl TenantState {
+    /// The number of its first stream.
+    pub(crate) fn number(&self) -> u32 {
+        self.home.number
+    }
+
     /// The worker of the moment, with the tenant known to it.
     pub(crate) fn bound(&self) -> Result<Arc<Bound>, DeviceError> {
-        let bound = self.device.0.current.read().clone();
+        let bound = self.device.bound();
         if let Some(lost) = bound.link.lost() {
             return Err(lost);
         }
-        let mut place = self.place.lock();
-        if place.worker != Some(bound.link.worker) {
-            self.settle_in(&bound, &mut place)?;
+        let mut memory = self.memory.lock();
+        if memory.worker != Some(bound.link.worker) {
+            self.settle_in(&bound, &mut memory)?;
         }
         Ok(bound)
     }
 
-    fn settle_in(&self, bound: &Bound, place: &mut Place) -> Result<(), DeviceError> {
-        let TenantLimits { memory_bytes_max, weight, running_max, waiting_max, multiprocessors } = self.limits;
+    fn settle_in(&self, bound: &Bound, memory: &mut TenantMemory) -> Result<(), DeviceError> {
+        let TenantLimits { memory_bytes_max, weight, running_max, waiting_max, multiprocessors, .. } = self.limits;
         let share = Share { weight, running_max, waiting_max };
-        bound.link.open(self.stream as usize, &self.name, share);
-        bound.link.open(
-            lane(self.stream),
-            &self.name,
-            Share { weight: 0, running_max: 1, waiting_max: LOADS_WAITING_MAX },
-        );
+        let (home, lane) = (self.number() as usize, lane_of(self.number() as usize));
+        bound.link.open(home, &self.name, share);
+        bound.link.open(lane, &self.name, Share { weight: 0, running_max: 1, waiting_max: LOADS_WAITING_MAX });
         let cap = memory_bytes_max.saturating_add(POOL_SLACK_BYTES);
-        let job = Job::OpenStream { stream: self.stream, memory_bytes_max: cap, sm_count: multiprocessors };
+        let job = Job::OpenStream { stream: self.number(), memory_bytes_max: cap, sm_count: multiprocessors };
         let opened = bound.link.send(CONTROL, vec![job.into()]).and_then(|ticket| ticket.wait(|_| ()));
         if let Err(error) = opened {
-            bound.link.close(self.stream as usize);
-            bound.link.close(lane(self.stream));
+            bound.link.close(home);
+            bound.link.close(lane);
             return Err(error);
         }
-        let origin = Origin { tenant: self.stream, worker: bound.link.worker };
+        let origin = Origin { tenant: self.number(), worker: bound.link.worker };
         let arena = Arena::new(&self.name, origin, memory_bytes_max);
-        *place = Place { worker: Some(bound.link.worker), arena, modules: HashMap::new() };
+        *memory = TenantMemory { worker: Some(bound.link.worker), arena, modules: HashMap::new(), opened: 1 };
         Ok(())
     }
 
     fn trim(&self, bound: &Bound) {
-        let mut place = self.place.lock();
-        if place.worker != Some(bound.link.worker) {
+        let mut memory = self.memory.lock();
+        if memory.worker != Some(bound.link.worker) {
             return;
         }
-        let release = |(address, bytes)| Job::Release { stream: self.stream, address, bytes };
-        let jobs: Vec<Job> = place.arena.trim().into_iter().map(release).collect();
-        drop(place);
-        // On the tenant's own stream: what still uses the memory comes before.
-        for job in jobs {
-            if let Ok(ticket) = send_when_possible(&bound.link, self.stream as usize, job) {
+        let trimmed = memory.arena.trim();
+        drop(memory);
+        // On the tenant's first stream, after what still uses the memory on the others.
+        for Trimmed { address, bytes, uses } in trimmed {
+            let release = Job::Release { stream: self.number(), address, bytes };
+            let orders = || {
+                let before = uses.iter().filter(|before| before.stream != self.number());
+                let left = before.filter(|before| !bound.link.is_past(**before));
+                left.map(|before| Order::after(*before)).chain([release.into()]).collect()
+            };
+            if let Ok(ticket) = send_when_possible(&bound.link, self.number() as usize, orders) {
                 let _ = ticket.wait(|_| ());
             }
         }
     }
 }
 
-impl Drop for Seat {
+impl Drop for TenantState {
     fn drop(&mut self) {
-        let bound = self.device.0.current.read().clone();
-        let is_known = self.place.get_mut().worker == Some(bound.link.worker);
+        let bound = self.device.bound();
+        let memory = self.memory.get_mut();
+        let is_known = memory.worker == Some(bound.link.worker);
+        let opened = memory.opened;
+        // Streams that the worker never heard of are free at once.
+        let slots = std::mem::take(&mut self.streams.get_mut().slots);
+        let (closing, unused): (Vec<_>, Vec<_>) =
+            slots.iter().partition(|slot| is_known && opened & 1 << slot.index != 0);
+        let numbers = |slots: Vec<&Arc<StreamSlot>>| slots.iter().map(|slot| slot.number).collect::<Vec<u32>>();
+        let (closing, unused) = (numbers(closing), numbers(unused));
         let mut tenants = self.device.0.tenants.lock();
-        if tenants.by_name.get(&self.name).is_some_and(|seat| seat.strong_count() == 0) {
+        if tenants.by_name.get(&self.name).is_some_and(|own| own.strong_count() == 0) {
             tenants.by_name.remove(&self.name);
         }
+        tenants.unused_streams.extend(unused);
         // Buffers that nobody freed are free now: nobody is left to use them.
-        match is_known {
-            true => tenants.closing.push(Closing::new(bound, self.stream)),
-            false => tenants.unused.push(self.stream),
+        if is_known {
+            tenants.closing.push(Closing::new(bound, Some(self.home.number), closing));
+        } else {
+            tenants.unused.push(self.home.number);
         }
         tenants.reap();
     }
@@ -493,15 +615,17 @@ impl Drop for Seat {
 
 impl Tenant {
     pub fn name(&self) -> &str {
-        &self.0.name
-    }
-
-    pub fn device(&self) -> &Device {
-        &self.0.device
+        &self.state.name
     }
 
     pub fn memory(&self) -> MemoryStats {
-        self.0.place.lock().arena.stats()
+        self.state.memory.lock().arena.stats()
+    }
+
+    /// A stream for one who sends jobs: an instance, a plan. Its own while there are enough, and else one that is
+    /// shared, in whose order its jobs then are. Goes back when dropped.
+    pub fn stream(&self) -> Stream {
+        TenantState::stream(&self.state)
     }
 
     /// A buffer that frees itself. From a warm pool this takes no job.
@@ -513,10 +637,10 @@ impl Tenant {
     pub fn alloc(&self, bytes: u64) -> Result<Handle, DeviceError> {
         // The usual case, without asking anybody anything.
         {
-            let bound = self.0.device.0.current.read();
-            let mut place = self.0.place.lock();
-            if place.worker == Some(bound.link.worker) && bound.link.lost().is_none() {
-                match place.arena.allocate(bytes) {
+            let bound = self.state.device.0.current.read();
+            let mut memory = self.state.memory.lock();
+            if memory.worker == Some(bound.link.worker) && bound.link.lost().is_none() {
+                match memory.arena.allocate(bytes) {
                     Ok(handle) => return Ok(handle),
                     Err(Shortage::Refused(error)) => return Err(error),
                     Err(Shortage::Chunk { .. }) => {}
@@ -529,23 +653,23 @@ impl Tenant {
     fn alloc_slowly(&self, bytes: u64) -> Result<Handle, DeviceError> {
         let mut has_trimmed = false;
         loop {
-            let bound = self.0.bound()?;
-            let wanted = match self.0.place.lock().arena.allocate(bytes) {
+            let bound = self.state.bound()?;
+            let wanted = match self.state.memory.lock().arena.allocate(bytes) {
                 Ok(handle) => return Ok(handle),
                 Err(Shortage::Refused(error)) => return Err(error),
                 Err(Shortage::Chunk { bytes }) => bytes,
             };
-            let reserve = Job::Reserve { stream: self.0.stream, bytes: wanted };
+            let reserve = Job::Reserve { stream: self.state.number(), bytes: wanted };
             match bound.link.send(CONTROL, vec![reserve.into()])?.wait(|_| ()) {
                 Ok(Answer { values: [address, ..] }) => {
-                    let mut place = self.0.place.lock();
-                    if place.worker == Some(bound.link.worker) {
-                        place.arena.add_chunk(address, wanted);
+                    let mut memory = self.state.memory.lock();
+                    if memory.worker == Some(bound.link.worker) {
+                        memory.arena.add_chunk(address, wanted);
                     }
                 }
                 Err(DeviceError::OutOfMemory { .. }) if !has_trimmed => {
                     has_trimmed = true;
-                    self.0.device.trim_all(&bound);
+                    self.state.device.trim_all(&bound);
                 }
                 Err(DeviceError::OutOfMemory { .. }) => return Err(DeviceError::OutOfMemory { asked_bytes: bytes }),
                 Err(error) => return Err(error),
@@ -554,42 +678,22 @@ impl Tenant {
     }
 
     pub fn free(&self, handle: Handle) -> Result<(), DeviceError> {
-        self.0.place.lock().arena.free(handle)
+        self.state.memory.lock().arena.free(handle)
     }
 
     pub fn size(&self, handle: Handle) -> Result<u64, DeviceError> {
-        self.0.place.lock().arena.size(handle)
-    }
-
-    /// Sends jobs about spans of buffers. What needs zeroing first is zeroed first, and nothing comes between: the place
-    /// stays locked until the jobs are in line.
-    pub(crate) fn send<'a>(
-        &self,
-        spans: &[(Handle, u64, u64, bool)],
-        make: impl FnOnce(&[Span]) -> Result<Vec<Order<'a>>, DeviceError>,
-    ) -> Result<Completion, DeviceError> {
-        let bound = self.0.bound()?;
-        let mut place = self.0.place.lock();
-        let mut found = Vec::with_capacity(spans.len());
-        let mut orders: Vec<Order<'a>> = Vec::new();
-        for (handle, offset, len, overwrites) in spans {
-            let span = place.arena.peek(*handle, *offset, *len, *overwrites)?;
-            if let Some((address, bytes)) = span.zero_first {
-                orders.push(Job::Fill { address, bytes, value: 0 }.into());
-            }
-            found.push(span);
-        }
-        orders.extend(make(&found)?);
-        let ticket = bound.link.send(self.0.stream as usize, orders)?;
-        spans.iter().filter(|(_, _, len, _)| *len > 0).for_each(|(handle, ..)| place.arena.touch(*handle));
-        Ok(Completion(ticket))
+        self.state.memory.lock().arena.size(handle)
     }
 }
 
-/// Sends a job, waiting while the line is full.
-fn send_when_possible(link: &Arc<Link>, stream: usize, job: Job) -> Result<Ticket, DeviceError> {
+/// Sends jobs, waiting while the line is full.
+fn send_when_possible<'a>(
+    link: &Arc<Link>,
+    stream: usize,
+    orders: impl Fn() -> Vec<Order<'a>>,
+) -> Result<Ticket, DeviceError> {
     loop {
-        match link.send(stream, vec![job.into()]) {
+        match link.send(stream, orders()) {
             Err(DeviceError::Busy { .. }) => std::thread::park_timeout(Duration::from_micros(50)),
             sent => return sent,
         }

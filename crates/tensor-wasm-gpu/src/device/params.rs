@@ -45,6 +45,11 @@ impl Params {
         Params(params.into_iter().collect())
     }
 
+    /// The same, and some more after them.
+    pub(crate) fn followed_by(&self, more: impl IntoIterator<Item = Param>) -> Params {
+        Params(self.0.iter().cloned().chain(more).collect())
+    }
+
     /// Offset and size of each, naturally aligned.
     fn layout(&self) -> impl Iterator<Item = (u32, u32)> {
         let mut end = 0_u32;

@@ -10,7 +10,7 @@ use rustix::mm::{self, MapFlags, MprotectFlags, ProtFlags};
 
 use crate::error::DeviceError;
 use crate::number::index;
-use crate::slab::Slab;
+use crate::slab::{PINNED, Slab};
 
 /// Parts begin and end at multiples of this, a page.
 const PART_ALIGN: u64 = 4096;
@@ -21,11 +21,14 @@ const RESERVED_PART: u64 = 32;
 /// Hands out the pinned region, first fit.
 pub(crate) struct PinnedPool {
     slab: Arc<Slab>,
-    /// Free parts by offset, and their sizes. Neighbours are always merged.
+    /// Of the region.
+    bytes: u64,
+    /// The free list: free parts by offset, and their sizes. Neighbours are always merged.
     free: Mutex<BTreeMap<u64, u64>>,
 }
 
-/// A part of the pinned region. Cloning shares it; it goes back with the last clone, and with the last job that uses it.
+/// A part of the pinned region. Cloning shares it; it goes back with the last clone, and with the last job that uses
+/// it.
 #[derive(Clone)]
 pub struct Pinned(Arc<Part>);
 
@@ -50,9 +53,9 @@ struct Part {
 
 impl PinnedPool {
     pub(crate) fn new(slab: Arc<Slab>) -> Arc<PinnedPool> {
-        let (begin, len) = (slab.pinned(), slab.plan().pinned_bytes);
+        let (begin, len) = slab.region_range(PINNED);
         let free = if len > 0 { BTreeMap::from([(begin, len)]) } else { BTreeMap::new() };
-        Arc::new(PinnedPool { slab, free: Mutex::new(free) })
+        Arc::new(PinnedPool { slab, bytes: len, free: Mutex::new(free) })
     }
 
     /// A part of at least `len` bytes, zeroed.
@@ -66,7 +69,7 @@ impl PinnedPool {
             let mut free = self.free.lock();
             // A page is always to be had, whoever takes the rest: launches of every tenant need one.
             let left = free.values().sum::<u64>();
-            if bytes > PART_ALIGN && left < bytes + self.slab.plan().pinned_bytes / RESERVED_PART {
+            if bytes > PART_ALIGN && left < bytes + self.bytes / RESERVED_PART {
                 return Err(none);
             }
             let (offset, size) = free.iter().find(|(_, size)| **size >= bytes).map(|(o, s)| (*o, *s)).ok_or(none)?;
@@ -100,13 +103,14 @@ impl Pinned {
 
     /// Whether it is a part of this slab, and not of an earlier worker's.
     pub(crate) fn check_worker(&self, slab: &Arc<Slab>) -> Result<(), DeviceError> {
-        match Arc::ptr_eq(&self.0.pool.slab, slab) {
-            true => Ok(()),
-            false => Err(DeviceError::DeviceLost { why: "the pinned memory was an earlier worker's".to_owned() }),
+        if Arc::ptr_eq(&self.0.pool.slab, slab) {
+            return Ok(());
         }
+        Err(DeviceError::DeviceLost { why: "the pinned memory was an earlier worker's".to_owned() })
     }
 
-    /// Copies bytes in. What a job under way reads or writes of it meanwhile is undefined bytes, not undefined behaviour.
+    /// Copies bytes in. What a job under way reads or writes of it meanwhile is undefined bytes, not undefined
+    /// behaviour.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), DeviceError> {
         self.check(offset, bytes.len() as u64)?;
         self.0.pool.slab.copy_in(self.0.offset + offset, bytes);
@@ -121,10 +125,10 @@ impl Pinned {
     }
 
     pub(crate) fn check(&self, offset: u64, len: u64) -> Result<(), DeviceError> {
-        match offset.checked_add(len).is_some_and(|end| end <= self.0.len) {
-            true => Ok(()),
-            false => Err(DeviceError::OutOfRange { offset, len, size: self.0.len }),
+        if offset.checked_add(len).is_some_and(|end| end <= self.0.len) {
+            return Ok(());
         }
+        Err(DeviceError::OutOfRange { offset, len, size: self.0.len })
     }
 
     fn zero(&self) {
@@ -220,7 +224,7 @@ mod tests {
 
     #[test]
     fn parts_do_not_overlap_are_zeroed_and_merge_again() {
-        let slab = Arc::new(Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 4 << 20 }).unwrap());
+        let slab = Arc::new(Slab::create(&SlabPlan { pinned_bytes: 4 << 20, ..SlabPlan::default() }).unwrap());
         let pool = PinnedPool::new(slab);
         let parts: Vec<Pinned> = (0..3).map(|_| pool.take(1 << 20, 0).unwrap()).collect();
         // The last of it is for those that take a page.

@@ -6,20 +6,20 @@ use std::task::{Poll, Waker};
 
 use parking_lot::Mutex;
 
-use crate::device::launch::{Loaded, Recorded};
+use crate::device::launch::{LoadedModule, Recorded};
 use crate::device::pinned::Pinned;
 use crate::error::DeviceError;
-use crate::slab::Slab;
+use crate::slab::{STAGING, Slab};
 
 /// Large enough that the copy engine runs at full speed, small enough that filling one overlaps with sending the last.
 pub(crate) const BLOCK_BYTES: u64 = 2 << 20;
 
 pub(crate) struct Staging {
     slab: Arc<Slab>,
-    state: Mutex<State>,
+    state: Mutex<StagingState>,
 }
 
-struct State {
+struct StagingState {
     free: Vec<u64>,
     waiting: VecDeque<Waker>,
     closed: Option<DeviceError>,
@@ -37,7 +37,7 @@ pub(crate) enum Keep {
     /// Held until the job is done, not read.
     Pinned(#[expect(dead_code, reason = "held, not read")] Vec<Pinned>),
     Kernel(
-        #[expect(dead_code, reason = "held, not read")] Arc<Loaded>,
+        #[expect(dead_code, reason = "held, not read")] Arc<LoadedModule>,
         #[expect(dead_code, reason = "held, not read")] Vec<Pinned>,
     ),
     Graph(#[expect(dead_code, reason = "held, not read")] Arc<Recorded>),
@@ -45,9 +45,9 @@ pub(crate) enum Keep {
 
 impl Staging {
     pub(crate) fn new(slab: Arc<Slab>) -> Arc<Staging> {
-        let (begin, len) = (slab.staging(), slab.plan().staging_bytes);
+        let (begin, len) = slab.region_range(STAGING);
         let free = (0..len / BLOCK_BYTES).rev().map(|n| begin + n * BLOCK_BYTES).collect();
-        Arc::new(Staging { slab, state: Mutex::new(State { free, waiting: VecDeque::new(), closed: None }) })
+        Arc::new(Staging { slab, state: Mutex::new(StagingState { free, waiting: VecDeque::new(), closed: None }) })
     }
 
     pub(crate) fn try_block(self: &Arc<Self>) -> Option<Block> {
@@ -62,7 +62,7 @@ impl Staging {
             if let Some(closed) = &state.closed {
                 return Poll::Ready(Err(closed.clone()));
             }
-            if self.slab.plan().staging_bytes == 0 {
+            if self.slab.region_range(STAGING).1 == 0 {
                 let what = "copying more than 4 KiB of ordinary memory without staging".to_owned();
                 return Poll::Ready(Err(DeviceError::Unsupported { what }));
             }

@@ -1,19 +1,23 @@
 //! Whose job goes to the device next: deficit round robin by measured device time. The decision alone, without clocks,
 //! threads or devices; `link.rs` wraps it.
 //!
-//! Each tenant has a line of its own. Tenants take turns; one may send jobs while its deficit is positive, each send takes
-//! what its jobs have cost on average, and what the job really took is settled when it is done. When everybody who waits
-//! has used up its deficit, all of them get a quantum by weight.
+//! Each tenant has a line of its own, however many streams it has: what it gets is the line's, so more streams are
+//! more parallelism and no larger part of the device. Tenants take turns; one may send jobs while its deficit is
+//! positive, each send takes what its jobs have cost on average, and what the job really took is settled when it is
+//! done, in whatever order the jobs of a line end. When everybody who waits has used up its deficit, all of them get a
+//! quantum by weight.
 
 use std::collections::VecDeque;
 
-use slab::Slab;
+use slab::Slab as Slots;
 
 /// What a tenant of weight 1 may use before the next has its turn.
 const QUANTUM_NS: i64 = 500_000;
 
-/// Work on the device at once, by estimate: while several tenants have some, and while one is alone. Somebody who comes
-/// finds that much before its own, because what is on the device is beyond our control.
+/// The window: work on the device at once, by estimate, while several tenants have some, and while one is alone.
+/// Somebody who comes finds that much before its own, because what is on the device is beyond our control. One who is
+/// alone may have a job on each of its streams beyond that: jobs on different streams do not queue behind each other,
+/// they share the device.
 const WINDOW_NS: i64 = 1_500_000;
 const WINDOW_ALONE_NS: i64 = 10_000_000;
 
@@ -46,8 +50,8 @@ pub(crate) struct Share {
 struct Line<J> {
     share: Share,
     waiting: VecDeque<J>,
-    /// What each job on the device was estimated at, in the order they were sent.
-    running: VecDeque<i64>,
+    /// Jobs on the device.
+    running: usize,
     deficit_ns: i64,
     estimate_ns: i64,
     seen: u32,
@@ -57,12 +61,12 @@ struct Line<J> {
 impl<J> Line<J> {
     fn has_room(&self, crowded: bool) -> bool {
         let is_stranger = crowded && self.seen < STRANGER_JOBS;
-        self.running.len() < if is_stranger { STRANGER_RUNNING_MAX } else { self.share.running_max }
+        self.running < if is_stranger { STRANGER_RUNNING_MAX } else { self.share.running_max }
     }
 }
 
 pub(crate) struct Fair<J> {
-    lines: Slab<Line<J>>,
+    lines: Slots<Line<J>>,
     /// Lines with jobs waiting, in the order of their turns.
     turns: VecDeque<usize>,
     /// Lines with jobs waiting or running.
@@ -73,22 +77,30 @@ pub(crate) struct Fair<J> {
     company_ns: Option<u64>,
 }
 
+/// A job to send now.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Turn<J> {
+    pub line: usize,
+    pub job: J,
+    /// What it was taken to cost; `done` wants to know.
+    pub estimate_ns: i64,
+}
+
 /// The line is full; how many wait in it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Full(pub usize);
 
 impl<J> Fair<J> {
     pub(crate) fn new() -> Fair<J> {
-        Fair { lines: Slab::new(), turns: VecDeque::new(), active: 0, running_ns: 0, last: None, company_ns: None }
+        Fair { lines: Slots::new(), turns: VecDeque::new(), active: 0, running_ns: 0, last: None, company_ns: None }
     }
 
     pub(crate) fn open(&mut self, share: Share) -> usize {
         let estimate_ns = FIRST_ESTIMATE_NS;
-        let (waiting, running) = (VecDeque::new(), VecDeque::new());
         self.lines.insert(Line {
             share,
-            waiting,
-            running,
+            waiting: VecDeque::new(),
+            running: 0,
             deficit_ns: QUANTUM_NS,
             estimate_ns,
             seen: 0,
@@ -105,7 +117,7 @@ impl<J> Fair<J> {
     }
 
     fn is_idle(&self, line: usize) -> bool {
-        self.lines[line].waiting.is_empty() && self.lines[line].running.is_empty()
+        self.lines[line].waiting.is_empty() && self.lines[line].running == 0
     }
 
     pub(crate) fn waiting(&self, line: usize) -> usize {
@@ -148,8 +160,9 @@ impl<J> Fair<J> {
         self.active > 1 || self.company_ns.is_some_and(|then| now_ns.saturating_sub(then) < COMPANY_NS)
     }
 
-    /// The next job to send, if one may be sent now.
-    pub(crate) fn next(&mut self, now_ns: u64) -> Option<(usize, J)> {
+    /// The next job to send, if one may be sent now. `has_idle_stream`: nothing is on the device before the job on its
+    /// stream.
+    pub(crate) fn next(&mut self, now_ns: u64, has_idle_stream: impl Fn(&J) -> bool) -> Option<Turn<J>> {
         let crowded = self.is_crowded(now_ns);
         let is_full = self.running_ns >= if crowded { WINDOW_NS } else { WINDOW_ALONE_NS };
         // Once round without quanta, and once more after giving them.
@@ -158,14 +171,15 @@ impl<J> Fair<J> {
             for _ in 0..self.turns.len() {
                 let line = *self.turns.front()?;
                 let own = &mut self.lines[line];
-                if own.waiting.is_empty() {
+                let Some(first) = own.waiting.front() else {
                     own.has_turn = false;
                     self.turns.pop_front();
                     continue;
-                }
+                };
                 // Whoever has nothing on the device may always have one thing there.
                 let is_nobody = own.share.weight == 0;
-                let has_room = own.has_room(crowded && !is_nobody) && (!is_full || is_nobody || own.running.is_empty());
+                let is_beside = is_nobody || own.running == 0 || !crowded && has_idle_stream(first);
+                let has_room = own.has_room(crowded && !is_nobody) && (!is_full || is_beside);
                 let may_use = !crowded || is_nobody || own.deficit_ns > 0;
                 if !has_room || !may_use {
                     is_owed |= may_use && !is_nobody;
@@ -175,11 +189,12 @@ impl<J> Fair<J> {
                 let job = own.waiting.pop_front()?;
                 let estimate_ns = if is_nobody { 0 } else { own.estimate_ns };
                 own.deficit_ns -= estimate_ns;
-                own.running.push_back(estimate_ns);
+                own.running += 1;
                 self.running_ns += estimate_ns;
-                return Some((line, job));
+                return Some(Turn { line, job, estimate_ns });
             }
-            // Somebody with time left has as many jobs on the device as it may; the others wait for it, not it for them.
+            // Somebody with time left has as many jobs on the device as it may; the others wait for it, not it for
+            // them.
             if is_owed {
                 return None;
             }
@@ -201,16 +216,17 @@ impl<J> Fair<J> {
         }
     }
 
-    /// The oldest job of a line that was on the device is done; it took this long.
-    pub(crate) fn done(&mut self, line: usize, took_ns: i64) {
+    /// A job of a line that was on the device is done, whichever: what it was estimated at, and how long it took.
+    pub(crate) fn done(&mut self, line: usize, estimate_ns: i64, took_ns: i64) {
         let own = &mut self.lines[line];
-        let Some(estimate) = own.running.pop_front() else { return };
+        let Some(running) = own.running.checked_sub(1) else { return };
+        own.running = running;
         let cost = took_ns.max(COST_MIN_NS);
-        self.running_ns -= estimate;
+        self.running_ns -= estimate_ns;
         if own.share.weight == 0 {
             return;
         }
-        own.deficit_ns += estimate - cost;
+        own.deficit_ns += estimate_ns - cost;
         // The first ones count for much, then the average settles.
         own.seen = own.seen.saturating_add(1);
         let inertia = i64::from(own.seen.min(8));
@@ -230,32 +246,124 @@ mod tests {
 
     const SHARE: Share = Share { weight: 1, running_max: 64, waiting_max: 10_000 };
 
-    /// A device that runs one job at a time, in the order sent. Returns the time each line got and the longest wait of a
-    /// job of line 0, over `jobs` jobs in all.
+    /// A line of the simulation.
+    #[derive(Clone, Copy)]
+    struct Simulated {
+        share: Share,
+        /// What a job takes, once it runs.
+        job_ns: i64,
+        streams: usize,
+        /// Jobs that are kept waiting or running.
+        backlog: usize,
+    }
+
+    fn line(share: Share, job_ns: i64) -> Simulated {
+        Simulated { share, job_ns, streams: 1, backlog: 200 }
+    }
+
+    /// A job of the simulation: when it was submitted, and the stream it is on.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    struct Simulation {
+        since: i64,
+        stream: usize,
+    }
+
+    /// What came of a simulation.
+    struct Outcome {
+        /// The time that each line's jobs ran.
+        got: Vec<i64>,
+        /// The longest that a job of the first line was there.
+        longest: i64,
+        /// When the last job ended.
+        now: i64,
+    }
+
+    /// A device that runs so many jobs at a time, those of a stream one after another. Costs are charged as `link.rs`
+    /// does: who is done pays for the time since something was last done. `steps`: how often something is.
+    fn simulate_on(slots: usize, lines: &[Simulated], steps: usize) -> Outcome {
+        let mut fair: Fair<Simulation> = Fair::new();
+        let ids: Vec<usize> = lines.iter().map(|own| fair.open(own.share)).collect();
+        let (mut now, mut got, mut longest, mut last_done) = (0_i64, vec![0; lines.len()], 0, 0);
+        // On the device: line, job, estimate, and when it ends if it runs already.
+        let mut on_device: Vec<(usize, Simulation, i64, Option<i64>)> = Vec::new();
+        let mut next_stream = vec![0; lines.len()];
+        let mut submit = |fair: &mut Fair<Simulation>, at: usize, now: i64| {
+            next_stream[at] = (next_stream[at] + 1) % lines[at].streams;
+            let job = Simulation { since: now, stream: at * 1000 + next_stream[at] };
+            fair.submit(ids[at], job, now.cast_unsigned()).unwrap();
+        };
+        for (at, own) in lines.iter().enumerate() {
+            (0..own.backlog).for_each(|_| submit(&mut fair, at, now));
+        }
+        for _ in 0..steps {
+            while let Some(turn) = {
+                let is_idle = |job: &Simulation| on_device.iter().all(|(_, other, ..)| other.stream != job.stream);
+                fair.next(now.cast_unsigned(), is_idle)
+            } {
+                let at = ids.iter().position(|id| *id == turn.line).unwrap();
+                on_device.push((at, turn.job, turn.estimate_ns, None));
+            }
+            // The first of each stream run, as many as there is room for.
+            let mut busy: Vec<usize> = Vec::new();
+            for (at, job, _, ends) in &mut on_device {
+                if !busy.contains(&job.stream) && (ends.is_some() || busy.len() < slots) {
+                    ends.get_or_insert(now + lines[*at].job_ns);
+                    busy.push(job.stream);
+                }
+            }
+            now = on_device.iter().filter_map(|(.., ends)| *ends).min().unwrap();
+            let done: Vec<_> = on_device.extract_if(.., |(.., ends)| *ends == Some(now)).collect();
+            let took = (now - last_done) / i64::try_from(done.len()).unwrap();
+            last_done = now;
+            for (at, job, estimate, _) in done {
+                got[at] += lines[at].job_ns;
+                fair.done(ids[at], estimate, took);
+                if at == 0 {
+                    longest = longest.max(now - job.since);
+                }
+                submit(&mut fair, at, now);
+            }
+        }
+        Outcome { got, longest, now }
+    }
+
+    /// The same on a device that runs one job at a time, with one job at a time of the first line.
     fn simulate(lines: &[(Share, i64)], jobs: usize) -> (Vec<i64>, i64) {
-        let mut fair: Fair<i64> = Fair::new();
-        let ids: Vec<usize> = lines.iter().map(|(share, _)| fair.open(*share)).collect();
-        let (mut now, mut got, mut longest) = (0, vec![0; lines.len()], 0);
-        let mut on_device: VecDeque<(usize, i64)> = VecDeque::new();
-        for (at, line) in ids.iter().enumerate() {
-            let backlog = if at == 0 { 1 } else { 200 };
-            (0..backlog).for_each(|_| fair.submit(*line, now, now.cast_unsigned()).unwrap());
-        }
-        for _ in 0..jobs {
-            while let Some((line, since)) = fair.next(now.cast_unsigned()) {
-                on_device.push_back((line, since));
-            }
-            let (line, since) = on_device.pop_front().unwrap();
-            let at = ids.iter().position(|id| *id == line).unwrap();
-            now += lines[at].1;
-            got[at] += lines[at].1;
-            fair.done(line, lines[at].1);
-            if at == 0 {
-                longest = longest.max(now - since);
-            }
-            fair.submit(line, now, now.cast_unsigned()).unwrap();
-        }
+        let mut lines: Vec<Simulated> = lines.iter().map(|(share, job_ns)| line(*share, *job_ns)).collect();
+        lines[0].backlog = 1;
+        let Outcome { got, longest, .. } = simulate_on(1, &lines, jobs);
         (got, longest)
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "needs many jobs to settle")]
+    fn sixteen_streams_get_no_more_of_a_contended_device_than_one() {
+        for job_ns in [20_000, 200_000, 900_000] {
+            let many = Simulated { streams: 16, ..line(SHARE, job_ns) };
+            // Jobs that fill the device: the same number of each are done.
+            let Outcome { got, .. } = simulate_on(1, &[line(SHARE, job_ns), many], 40_000);
+            let ratio = got[1] as f64 / got[0] as f64;
+            assert!((0.9..1.1).contains(&ratio), "{job_ns} ns: {ratio}");
+            // Where eight run side by side, the one with a single stream can use one slot, and has it. The other has
+            // what is left.
+            let Outcome { got, now, .. } = simulate_on(8, &[line(SHARE, job_ns), many], 40_000);
+            let slot = got[0] as f64 / now as f64;
+            assert!(slot > 0.9, "{job_ns} ns: {slot} of its slot");
+        }
+    }
+
+    #[test]
+    #[cfg_attr(miri, ignore = "needs many jobs to settle")]
+    fn alone_sixteen_streams_fill_the_device_however_long_their_jobs() {
+        for job_ns in [20_000, 900_000, 30_000_000] {
+            let many = Simulated { streams: 16, backlog: 16, ..line(SHARE, job_ns) };
+            let rate = |own| {
+                let Outcome { got, now, .. } = simulate_on(8, &[own], 2_000);
+                got[0] as f64 / now as f64
+            };
+            let speedup = rate(many) / rate(Simulated { streams: 1, ..many });
+            assert!(speedup > 7.5, "{job_ns} ns: {speedup}");
+        }
     }
 
     #[test]
@@ -284,10 +392,10 @@ mod tests {
         let line = fair.open(Share { running_max: 100, waiting_max: 150, ..SHARE });
         (0..150).for_each(|n| fair.submit(line, n, u64::from(n) * 1_000_000_000).unwrap());
         assert_eq!(fair.submit(line, 150, 0), Err((Full(150), 150)));
-        let sent: Vec<u32> = std::iter::from_fn(|| fair.next(u64::MAX).map(|(_, n)| n)).collect();
+        let sent: Vec<u32> = std::iter::from_fn(|| fair.next(u64::MAX, |_| false).map(|turn| turn.job)).collect();
         assert_eq!(sent, (0..100).collect::<Vec<_>>());
-        fair.done(line, 10_000_000_000);
-        assert_eq!(fair.next(u64::MAX), Some((line, 100)), "a debt to nobody");
+        fair.done(line, FIRST_ESTIMATE_NS, 10_000_000_000);
+        assert_eq!(fair.next(u64::MAX, |_| false).map(|turn| turn.job), Some(100), "a debt to nobody");
     }
 
     #[test]
@@ -295,21 +403,22 @@ mod tests {
         let mut fair: Fair<u32> = Fair::new();
         let lane = fair.open(Share { weight: 0, running_max: 1, waiting_max: 10 });
         (0..3).for_each(|n| fair.submit(lane, n, 0).unwrap());
-        assert_eq!(fair.next(0), Some((lane, 0)));
+        let next = |fair: &mut Fair<u32>, now| fair.next(now, |_| false).map(|turn| (turn.line, turn.job));
+        assert_eq!(next(&mut fair, 0), Some((lane, 0)));
         let others = [fair.open(SHARE), fair.open(SHARE)];
         let mut done = [0; 2];
         for now in 0..2_000_u64 {
             let at = (now % 2) as usize;
             fair.submit(others[at], 9, now).unwrap();
-            while let Some((line, _)) = fair.next(now) {
+            while let Some(Turn { line, estimate_ns, .. }) = fair.next(now, |_| false) {
                 assert_ne!(line, lane, "one at a time");
-                fair.done(line, 50_000);
+                fair.done(line, estimate_ns, 50_000);
                 done[usize::from(line == others[1])] += 1;
             }
         }
         assert!(done.iter().sum::<u32>() > 1_990, "{done:?}");
-        fair.done(lane, 1);
-        assert_eq!(fair.next(3_000), Some((lane, 1)));
+        fair.done(lane, 0, 1);
+        assert_eq!(next(&mut fair, 3_000), Some((lane, 1)));
     }
 
     #[test]
@@ -318,9 +427,10 @@ mod tests {
         for n in 0..1000 {
             let line = fair.open(SHARE);
             fair.submit(line, n, u64::from(n) * 1_000_000_000).unwrap();
-            assert_eq!(fair.next(u64::MAX), Some((line, n)));
-            fair.done(line, 5);
-            assert_eq!(fair.next(u64::MAX), None);
+            let turn = fair.next(u64::MAX, |_| true).unwrap();
+            assert_eq!((turn.line, turn.job), (line, n));
+            fair.done(line, turn.estimate_ns, 5);
+            assert_eq!(fair.next(u64::MAX, |_| true), None);
             fair.close(line);
         }
         assert_eq!((fair.lines.len(), fair.turns.len(), fair.active, fair.running_ns), (0, 0, 0, 0));

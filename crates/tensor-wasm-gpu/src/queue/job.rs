@@ -1,4 +1,5 @@
-//! Jobs: the one way to ask a device for anything. A closed enum of plain data, written into a cell of the slab as words.
+//! Jobs: the one way to ask a device for anything. A closed enum of plain data, written into a cell of the slab as
+//! words.
 //!
 //! A worker trusts the addresses in a job (the server checked them against the tenant's buffers before sending it) but
 //! not its shape: a cell that holds no job is refused.
@@ -66,8 +67,8 @@ impl Field for [u32; 3] {
     }
 }
 
-/// The table of jobs. From it come the enum, how each is written into a cell and read from one, its name, and samples of
-/// every job for the tests. A number is what a cell's first word says; 0 is no job.
+/// The table of jobs. From it come the enum, how each is written into a cell and read from one, its name, and samples
+/// of every job for the tests. A number is what a cell's first word says; 0 is no job.
 macro_rules! jobs {
     ($($(#[$doc:meta])* $number:literal $name:ident $({ $($field:ident: $type:ty),+ $(,)? })?;)+) => {
         /// What a worker is asked to do. Addresses are the device's, offsets are the slab's.
@@ -153,15 +154,16 @@ jobs! {
     /// What is read becomes the payload.
     10 ReadInline { from_address: u64, bytes: u64 };
     11 Copy { from_address: u64, to_address: u64, bytes: u64 };
-    /// Copies a module out of the slab, for a lane. Answers with the image's number. Quick, so that staging is soon free.
+    /// Copies a module out of the slab, for a lane. Answers with the image's number. Quick, so that staging is soon
+    /// free.
     12 Upload { lane: u32, offset: u64, bytes: u64 };
-    /// Loads an image, which is forgotten with this. Answers with the module's number. Modules and kernels are the business
-    /// of a tenant's lane, not of its stream: compiling takes long.
+    /// Loads an image, which is forgotten with this. Answers with the module's number. Modules and kernels are the
+    /// business of a tenant's lane, not of its stream: compiling takes long.
     13 Load { image: u32 };
     14 ForgetImage { image: u32 };
     15 Unload { module: u32 };
-    /// Finds a kernel; its name is the payload. Answers with its number and limits; the payload becomes the offset and size
-    /// of each parameter, as pairs of u32.
+    /// Finds a kernel; its name is the payload. Answers with its number and limits; the payload becomes the offset and
+    /// size of each parameter, as pairs of u32.
     16 Kernel { module: u32 };
     /// The payload is the parameter block.
     17 Launch { kernel: u32, grid: [u32; 3], block: [u32; 3], shared_bytes: u32 };
@@ -170,6 +172,12 @@ jobs! {
     19 GraphEnd;
     20 Replay { graph: u32 };
     21 ForgetGraph { graph: u32 };
+    /// Makes one more stream for the tenant whose first stream is `owner`: with its multiprocessors, memory and
+    /// modules.
+    22 OpenMore { stream: u32, owner: u32 };
+    /// What comes next on this job's stream begins after everything that was sent to another stream of the tenant
+    /// before.
+    23 Await { stream: u32 };
 }
 
 /// What a worker answers to a job that succeeded.

@@ -1,11 +1,12 @@
-//! The server's end of a slab: sends jobs, watches flags, wakes who waits. One link per worker; when the worker is gone the
-//! link is lost, everything on it fails with the reason, and a new worker gets a new link.
+//! The server's end of a slab: sends jobs, watches flags, wakes who waits. One link per worker; when the worker is
+//! gone the link is lost, everything on it fails with the reason, and a new worker gets a new link.
 //!
 //! A job is numbered on its stream and written into a cell; `fair.rs` decides when the cell goes into the ring. The
-//! stream's flag passing the number says that it is done. Whoever awaits a job polls the flag itself for a short while,
-//! yielding to other tasks in between, and only then registers its waker with the completion thread. That thread in turn
-//! spins for a short while, then asks the worker to ring the doorbell and parks: no timers, and nobody spins for long
-//! (`wait.rs`).
+//! stream's flag passing the number says that it is done. Streams of a tenant share its line and its part of the
+//! cells, and are done with their jobs in any order among each other. Whoever awaits a job polls the flag itself for a
+//! short while, yielding to other tasks in between, and only then registers its waker with the completion thread. That
+//! thread in turn spins for a short while, then asks the worker to ring the doorbell and parks: no timers, and nobody
+//! spins for long (`wait.rs`).
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -21,9 +22,9 @@ use crate::device::staging::{Keep, Staging};
 use crate::error::DeviceError;
 use crate::metrics::Metrics;
 use crate::number::half;
-use crate::queue::fair::{Fair, Full, Share};
+use crate::queue::fair::{Fair, Full, Share, Turn};
 use crate::queue::job::{Answer, Cell, Job};
-use crate::slab::{CELLS, SEATS, STREAMS, Slab, WorkerState};
+use crate::slab::{CELLS, RESIDENTS, STREAMS, Slab, WorkerState, is_lane};
 use crate::sync::waiters::{Waiter, Waiters};
 use crate::wait::{COMPLETION_PAUSES, SpinThenPark, TASK_SPIN, spin_until, thread_spin};
 use crate::worker::STOP;
@@ -38,6 +39,9 @@ pub(crate) const NOTIFY: u32 = 1 << 31;
 pub(crate) const PRIORITY: u32 = 1 << 30;
 pub(crate) const LOW: u32 = 1 << 29;
 
+/// Jobs on a resident job's stream: itself, the zeroing of its buffers, and its end.
+const RESIDENT_JOBS_MAX: usize = 4;
+
 /// The stream for what belongs to no tenant: modules and streams themselves.
 pub(crate) const CONTROL: usize = 0;
 
@@ -49,16 +53,32 @@ pub(crate) struct Link {
     pub staging: Arc<Staging>,
     /// How long a thread that waits spins before it parks.
     spin: Duration,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     waiters: Waiters,
+    /// By the number of their words in the slab.
+    residents: Mutex<[Option<ResidentJob>; RESIDENTS]>,
     lost: OnceLock<String>,
 }
 
-struct State {
+/// A resident kernel, as the keeper sees it.
+struct ResidentJob {
+    /// Of the tenant.
+    owner: u64,
+    /// Its launch; none while it is being sent.
+    own: Option<StreamUse>,
+    /// What was last seen of its heartbeat, and since when; when it was sent, at first.
+    beat: u64,
+    since: Instant,
+    told: Option<Instant>,
+}
+
+struct LinkState {
     fair: Fair<Batch>,
     cells: Vec<CellState>,
     unused: Vec<u32>,
-    streams: Vec<Option<Stream>>,
+    /// By the number of the first stream of each.
+    lines: Vec<Option<TenantLine>>,
+    streams: Vec<Option<StreamQueue>>,
     /// Streams with jobs on the device.
     active: Vec<usize>,
     /// When a job was last seen done, of whichever stream.
@@ -69,7 +89,7 @@ struct State {
     began: Instant,
 }
 
-impl State {
+impl LinkState {
     fn nanos(&self, now: Instant) -> u64 {
         u64::try_from(now.saturating_duration_since(self.began).as_nanos()).unwrap_or(u64::MAX)
     }
@@ -96,6 +116,10 @@ struct CellState {
     stream: usize,
     number: u32,
     sent: Option<Instant>,
+    /// What the line took its batch to cost; of the last of a batch.
+    estimate_ns: i64,
+    /// It only waits for this stream to have come so far.
+    awaits: Option<(usize, u32)>,
     /// Memory of the slab that the job reads or writes.
     keeps: Option<Keep>,
     is_launch: bool,
@@ -106,12 +130,26 @@ struct CellState {
     is_released: bool,
 }
 
-struct Stream {
+/// What the streams of a tenant share.
+struct TenantLine {
+    /// Its line in `fair.rs`.
     line: usize,
     tenant: Arc<str>,
+    /// Cells in use, also for answers that nobody has asked for yet.
+    cells: usize,
+    /// When a job was last seen done, on whichever of its streams.
+    last_done: Instant,
+}
+
+struct StreamQueue {
+    /// The tenant's first stream, which its line goes by.
+    home: usize,
+    line: usize,
+    /// Its one job runs for as long as it likes, and shows by a heartbeat that it does.
+    is_resident: bool,
     next_number: u32,
     running: VecDeque<u32>,
-    /// Cells in use, also for answers that nobody has asked for yet.
+    /// Cells in use on this stream.
     cells: usize,
     /// The worker was asked to announce this much.
     announced: u32,
@@ -124,6 +162,8 @@ pub(crate) struct Order<'a> {
     pub job: Job,
     pub payload: &'a [u8],
     pub keeps: Option<Keep>,
+    /// Of a job that waits for another stream: the number it waits for.
+    pub after: u32,
 }
 
 impl Order<'_> {
@@ -134,8 +174,26 @@ impl Order<'_> {
 
 impl<'a> From<Job> for Order<'a> {
     fn from(job: Job) -> Order<'a> {
-        Order { job, payload: &[], keeps: None }
+        Order { job, payload: &[], keeps: None, after: 0 }
     }
+}
+
+impl<'a> Order<'a> {
+    pub(crate) fn new(job: Job, payload: &'a [u8], keeps: Option<Keep>) -> Order<'a> {
+        Order { job, payload, keeps, after: 0 }
+    }
+
+    /// What follows begins once another stream has come so far.
+    pub(crate) fn after(before: StreamUse) -> Order<'a> {
+        Order { after: before.number, ..Job::Await { stream: before.stream }.into() }
+    }
+}
+
+/// A job on a stream, by its number: a use of memory that others may have to wait for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct StreamUse {
+    pub stream: u32,
+    pub number: u32,
 }
 
 /// A job that was sent. A future; dropping it does not stop the job.
@@ -157,10 +215,11 @@ fn has_passed(flag: u32, number: u32) -> bool {
 
 impl Link {
     pub(crate) fn new(slab: Arc<Slab>, worker: u32, metrics: Arc<Metrics>) -> Arc<Link> {
-        let state = State {
+        let state = LinkState {
             fair: Fair::new(),
             cells: (0..CELLS).map(|_| CellState::default()).collect(),
             unused: (0..half(CELLS)).rev().collect(),
+            lines: (0..STREAMS).map(|_| None).collect(),
             streams: (0..STREAMS).map(|_| None).collect(),
             active: Vec::new(),
             last_done: Instant::now(),
@@ -175,6 +234,7 @@ impl Link {
             metrics,
             state: Mutex::new(state),
             waiters: Waiters::default(),
+            residents: Mutex::new([const { None }; RESIDENTS]),
             lost: OnceLock::new(),
         });
         link.open(CONTROL, "", Share { weight: 0, running_max: CELLS, waiting_max: CELLS });
@@ -192,11 +252,34 @@ impl Link {
     pub(crate) fn open(&self, stream: usize, tenant: &str, share: Share) {
         let mut state = self.state.lock();
         let line = state.fair.open(share);
+        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0, last_done: Instant::now() });
+        self.open_queue(&mut state, stream, stream, line, false);
+    }
+
+    /// Opens one more stream for a tenant, on its line. False if the tenant is not known.
+    pub(crate) fn open_more(&self, stream: usize, home: usize) -> bool {
+        let mut state = self.state.lock();
+        let Some(line) = state.lines[home].as_ref().map(|own| own.line) else { return false };
+        self.open_queue(&mut state, stream, home, line, false);
+        true
+    }
+
+    /// Opens a stream for one job that stays: in nobody's line, because it is not work that ends and makes room.
+    pub(crate) fn open_resident(&self, stream: usize, tenant: &str) {
+        let share = Share { weight: 0, running_max: RESIDENT_JOBS_MAX, waiting_max: RESIDENT_JOBS_MAX };
+        let mut state = self.state.lock();
+        let line = state.fair.open(share);
+        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0, last_done: Instant::now() });
+        self.open_queue(&mut state, stream, stream, line, true);
+    }
+
+    fn open_queue(&self, state: &mut LinkState, stream: usize, home: usize, line: usize, is_resident: bool) {
         // Numbers go on where the flag stands: a stream may have been used before.
         let flag = self.slab.flag(stream).load(Ordering::Acquire);
-        state.streams[stream] = Some(Stream {
+        state.streams[stream] = Some(StreamQueue {
+            home,
             line,
-            tenant: tenant.into(),
+            is_resident,
             next_number: flag.wrapping_add(1),
             running: VecDeque::new(),
             cells: 0,
@@ -206,29 +289,50 @@ impl Link {
         });
     }
 
-    /// Takes a stream's line away, if everything on it is done. Returns whether it is gone.
+    /// Closes a stream, and its line if it has one of its own, if everything on it is done. Returns whether it is
+    /// gone. A tenant's first stream is closed after its others.
     pub(crate) fn close(&self, stream: usize) -> bool {
         let mut state = self.state.lock();
         self.settle(&mut state, Instant::now());
-        let State { fair, streams, .. } = &mut *state;
-        if let Some(own) = streams[stream].take_if(|own| own.cells == 0) {
+        let LinkState { fair, streams, lines, .. } = &mut *state;
+        if streams[stream].take_if(|own| own.cells == 0).is_some()
+            && let Some(own) = lines[stream].take()
+        {
             fair.close(own.line);
         }
         streams[stream].is_none()
     }
 
-    /// How long the oldest job on the device has been there.
+    /// How long the oldest job on the device has been there, of those that are bound to end.
     pub(crate) fn oldest(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         let now = Instant::now();
         self.settle(&mut state, now);
         let first = |n: &usize| {
-            let stream = state.streams[*n].as_ref()?;
-            let cell = stream.running.front()?;
-            Some(now.saturating_duration_since(state.cells[*cell as usize].sent?.max(stream.last_done)))
+            let stream = state.streams[*n].as_ref().filter(|stream| !stream.is_resident)?;
+            let cell = &state.cells[*stream.running.front()? as usize];
+            // Jobs of the tenant's other streams may have run before it: a full device, or a CPU, runs one after the
+            // other.
+            let shared = state.lines[stream.home].as_ref()?;
+            let mut since = cell.sent?.max(stream.last_done).max(shared.last_done);
+            if let Some((before, number)) = cell.awaits {
+                // What it waits for has a limit of its own; its own time begins after that.
+                if !self.is_done(before, number) {
+                    return None;
+                }
+                since = since.max(state.streams[before].as_ref().map_or(now, |before| before.last_done));
+            }
+            Some(now.saturating_duration_since(since))
         };
         // How long a module takes to compile is its tenant's affair alone.
-        state.active.iter().filter(|n| **n < SEATS).filter_map(first).max()
+        state.active.iter().filter(|n| !is_lane(**n)).filter_map(first).max()
+    }
+
+    /// Whether nothing is on a stream or in line for it.
+    pub(crate) fn is_idle(&self, stream: usize) -> bool {
+        let mut state = self.state.lock();
+        self.settle(&mut state, Instant::now());
+        state.streams[stream].as_ref().is_none_or(|own| own.cells == 0)
     }
 
     pub(crate) fn lost(&self) -> Option<DeviceError> {
@@ -241,13 +345,78 @@ impl Link {
             self.waiters.wake(|_, _| true);
             // Blocks of jobs that will never be done do not come back.
             self.staging.close(DeviceError::DeviceLost { why: why.to_owned() });
+            // A worker that is a thread ends with the last of its jobs.
+            self.stop_residents();
             self.slab.done_bell().ring();
         }
     }
 
+    fn stop_residents(&self) {
+        let residents = self.residents.lock();
+        let held = residents.iter().enumerate().filter(|(_, resident)| resident.is_some());
+        held.for_each(|(n, _)| self.slab.stop(n).store(1, Ordering::Release));
+    }
+
+    /// Takes words of the slab for a resident kernel of a tenant that may have so many. An error says how many it has.
+    pub(crate) fn take_resident(&self, owner: u64, max: usize) -> Result<usize, usize> {
+        let mut residents = self.residents.lock();
+        for resident in residents.iter_mut() {
+            resident.take_if(|own| own.own.is_some_and(|own| self.is_past(own)));
+        }
+        let held = residents.iter().flatten().filter(|resident| resident.owner == owner).count();
+        let free = residents.iter().position(Option::is_none).filter(|_| held < max).ok_or(held)?;
+        self.slab.beat(free).store(0, Ordering::Relaxed);
+        self.slab.stop(free).store(0, Ordering::Relaxed);
+        residents[free] = Some(ResidentJob { owner, own: None, beat: 0, since: Instant::now(), told: None });
+        Ok(free)
+    }
+
+    /// Gives words back that were taken for a kernel that was not launched.
+    pub(crate) fn end_resident(&self, words: usize) {
+        self.residents.lock()[words].take_if(|resident| resident.own.is_none());
+    }
+
+    /// A resident kernel was sent.
+    pub(crate) fn watch_resident(&self, words: usize, own: StreamUse) {
+        if let Some(resident) = &mut self.residents.lock()[words] {
+            (resident.own, resident.since) = (Some(own), Instant::now());
+        }
+    }
+
+    /// Tells a resident kernel to end, if it is there still.
+    pub(crate) fn stop_resident(&self, words: usize, own: StreamUse) {
+        if let Some(resident) = self.residents.lock()[words].as_mut().filter(|resident| resident.own == Some(own)) {
+            self.slab.stop(words).store(1, Ordering::Release);
+            resident.told.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// What is wrong with a resident kernel, if anything: it has not begun within a job's time, it does not beat, or
+    /// it was told to end and has not.
+    pub(crate) fn silent_resident(&self, job_max: Duration, beat_max: Duration, stop_max: Duration) -> Option<String> {
+        let mut residents = self.residents.lock();
+        for (n, resident) in residents.iter_mut().enumerate() {
+            let Some(own) = resident.as_mut().filter(|own| own.own.is_some_and(|own| !self.is_past(own))) else {
+                continue;
+            };
+            let beat = self.slab.beat(n).load(Ordering::Relaxed);
+            if beat != own.beat {
+                (own.beat, own.since) = (beat, Instant::now());
+            }
+            if own.told.is_some_and(|told| told.elapsed() > stop_max) {
+                return Some(format!("a resident kernel was told to end and had not after {stop_max:?}"));
+            }
+            let max = if own.beat == 0 { job_max } else { beat_max };
+            if own.since.elapsed() > max {
+                return Some(format!("a resident kernel has shown no heartbeat for {max:?}"));
+            }
+        }
+        None
+    }
+
     pub(crate) fn queued(&self) -> usize {
         let state = self.state.lock();
-        state.streams.iter().flatten().map(|stream| state.fair.waiting(stream.line)).sum()
+        state.lines.iter().flatten().map(|own| state.fair.waiting(own.line)).sum()
     }
 
     /// Sends jobs, in this order and with nothing of their stream between them. The ticket is the last one's.
@@ -272,8 +441,10 @@ impl Link {
         let now_ns = state.nanos(now);
         let has_cells = state.has_cells(stream, orders.len());
         let own = state.streams[stream].as_mut().ok_or(DeviceError::StaleHandle)?;
+        let shared = state.lines[own.home].as_mut().ok_or(DeviceError::StaleHandle)?;
         let queued = state.fair.waiting(own.line);
-        let busy = |queued| DeviceError::Busy { tenant: own.tenant.to_string(), queued };
+        let tenant = shared.tenant.clone();
+        let busy = |queued| DeviceError::Busy { tenant: tenant.to_string(), queued };
         if state.fair.room(own.line) < 1 || !has_cells {
             return Err(busy(queued));
         }
@@ -285,11 +456,17 @@ impl Link {
             let Some(cell) = state.unused.pop() else { return Err(busy(queued)) };
             let number = own.next_number;
             let is_last = at + 1 == count;
+            let awaits = match order.job {
+                // It may say more than is asked for: what was asked for is done no later.
+                Job::Await { stream } => Some((stream as usize, order.after)),
+                _ => None,
+            };
             Cell(self.slab.cell(cell)).put(order.job, stream, number, order.payload, is_last);
             state.cells[cell as usize] = CellState {
                 is_read: order.is_read(),
                 stream,
                 number,
+                awaits,
                 keeps: order.keeps,
                 is_launch: matches!(order.job, Job::Launch { .. } | Job::Replay { .. }),
                 is_last,
@@ -311,6 +488,7 @@ impl Link {
             return Err(busy(queued));
         }
         own.cells += count;
+        shared.cells += count;
         self.pump(state, now);
         let has_backlog = state.streams[stream].as_ref().is_some_and(|own| state.fair.waiting(own.line) > 0);
         drop(guard);
@@ -331,21 +509,30 @@ impl Link {
     }
 
     /// Takes note of what is done.
-    fn settle(&self, state: &mut State, now: Instant) {
-        let State { fair, cells, unused, streams, active, last_done, .. } = state;
+    fn settle(&self, state: &mut LinkState, now: Instant) {
+        let LinkState { fair, cells, unused, streams, lines, active, last_done, .. } = state;
+        // What is done first, and what it is charged: a device does one thing after another or some at once, and
+        // whoever is done pays for the time since something was last seen done, of whomever. So what is charged never
+        // adds up to more than the time that passed, and a tenant whose jobs run side by side pays for each what it
+        // took of the device. Jobs seen done together, on whatever streams, share it.
+        let (mut count, mut since) = (0_u32, now);
+        for n in &*active {
+            let Some(stream) = streams[*n].as_ref().filter(|stream| !stream.is_resident) else { continue };
+            let flag = self.slab.flag(*n).load(Ordering::Acquire);
+            let done = stream.running.iter().map(|cell| &cells[*cell as usize]);
+            for cell in done.take_while(|cell| has_passed(flag, cell.number)).filter(|cell| cell.is_last) {
+                count += 1;
+                since = since.min(cell.sent.unwrap_or(now));
+            }
+        }
+        let took = now.saturating_duration_since(since.max(*last_done)) / count.max(1);
+        let took_ns = i64::try_from(took.as_nanos()).unwrap_or(i64::MAX);
+        if count > 0 {
+            *last_done = now;
+        }
         active.retain(|n| {
             let Some(stream) = streams[*n].as_mut() else { return false };
             let flag = self.slab.flag(*n).load(Ordering::Acquire);
-            // A device does one thing after another, more or less: what came before, of whomever, is not this job's cost. So what
-            // is charged never adds up to more than the time that passed. Jobs seen done together share it.
-            let is_done = |cell: &&u32| has_passed(flag, cells[**cell as usize].number);
-            let together = stream.running.iter().take_while(is_done).filter(|cell| cells[**cell as usize].is_last);
-            let (count, first) = (together.count(), stream.running.front());
-            let since = first.and_then(|cell| cells[*cell as usize].sent).unwrap_or(now).max(*last_done);
-            let took = now.saturating_duration_since(since) / u32::try_from(count.max(1)).unwrap_or(u32::MAX);
-            if count > 0 {
-                (*last_done, stream.last_done) = (now, now);
-            }
             // Numbers wrap; what was announced long ago must not seem to lie ahead.
             if !has_passed(stream.announced, flag) {
                 stream.announced = flag;
@@ -354,22 +541,30 @@ impl Link {
                 && has_passed(flag, cells[cell as usize].number)
             {
                 stream.running.pop_front();
+                stream.last_done = now;
+                if let Some(shared) = &mut lines[stream.home] {
+                    shared.last_done = now;
+                }
                 let own = &mut cells[cell as usize];
                 let sent = own.sent.unwrap_or(now);
                 if own.is_last {
-                    fair.done(stream.line, i64::try_from(took.as_nanos()).unwrap_or(i64::MAX));
+                    fair.done(stream.line, own.estimate_ns, took_ns);
                 }
-                if own.is_launch {
+                if own.is_launch && !stream.is_resident {
                     self.metrics.kernel_latency.observe(now.saturating_duration_since(sent).as_secs_f64());
                 }
                 own.is_done = true;
-                // Who asks for the answer of a read wants what it brought too; else nothing is kept for longer than the job.
+                // Who asks for the answer of a read wants what it brought too; else nothing is kept for longer than
+                // the job.
                 if own.is_released || !own.is_read {
                     own.keeps = None;
                 }
                 if own.is_released {
                     unused.push(cell);
                     stream.cells -= 1;
+                    if let Some(shared) = &mut lines[stream.home] {
+                        shared.cells -= 1;
+                    }
                 }
             }
             !stream.running.is_empty()
@@ -377,12 +572,17 @@ impl Link {
     }
 
     /// Sends what may be sent.
-    fn pump(&self, state: &mut State, now: Instant) {
+    fn pump(&self, state: &mut LinkState, now: Instant) {
         let ring = self.slab.ring();
         let mut has_sent = false;
         let now_ns = state.nanos(now);
-        while let Some((line, batch)) = state.fair.next(now_ns) {
-            let State { fair, cells, streams, active, ring_head, .. } = state;
+        let LinkState { fair, cells, streams, active, ring_head, .. } = state;
+        loop {
+            let has_idle_stream = |batch: &Batch| {
+                let stream = streams[cells[batch.cells()[0] as usize].stream].as_ref();
+                stream.is_some_and(|stream| stream.running.is_empty())
+            };
+            let Some(Turn { line, job: batch, estimate_ns }) = fair.next(now_ns, has_idle_stream) else { break };
             let n = cells[batch.cells()[0] as usize].stream;
             let Some(stream) = streams[n].as_mut() else { continue };
             // Long kernels make way for short ones where the device has a choice: on a low priority.
@@ -396,6 +596,7 @@ impl Link {
             for cell in batch.cells() {
                 let own = &mut cells[*cell as usize];
                 own.sent = Some(now);
+                own.estimate_ns = estimate_ns;
                 if own.is_launch {
                     self.metrics.kernel_dispatches.inc();
                 }
@@ -407,6 +608,11 @@ impl Link {
         if has_sent {
             self.slab.worker_bell().ring();
         }
+    }
+
+    /// Whether a use of memory is over, as far as can be seen by now.
+    pub(crate) fn is_past(&self, before: StreamUse) -> bool {
+        self.is_done(before.stream as usize, before.number)
     }
 
     fn is_done(&self, stream: usize, number: u32) -> bool {
@@ -434,7 +640,7 @@ impl Link {
     }
 
     /// Asks the worker to ring when the streams that somebody waits for have come so far.
-    fn ask_to_be_rung(&self, state: &mut State) {
+    fn ask_to_be_rung(&self, state: &mut LinkState) {
         let mut wanted = self.waiters.wanted();
         // A line that could send more once something is done waits too.
         for n in &state.active {
@@ -452,8 +658,8 @@ impl Link {
             if !has_passed(stream.announced, number) {
                 // What is not on the device yet cannot be announced; whoever sends it looks again.
                 let Some(last) = stream.running.back().map(|cell| state.cells[*cell as usize].number) else { continue };
-                // It was asked already. Asking for as long as a job waits in line put more rings before that job than a stream
-                // could work off.
+                // It was asked already. Asking for as long as a job waits in line put more rings before that job than
+                // a stream could work off.
                 if has_passed(stream.announced, last) {
                     continue;
                 }
@@ -472,6 +678,7 @@ impl Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // Ends a worker that is a thread of this process; one that is a process ends with its keeper.
+        self.stop_residents();
         let state = self.state.get_mut();
         self.slab.ring().push(STOP, &mut state.ring_head);
         self.slab.worker_bell().ring();
@@ -540,6 +747,11 @@ impl Ticket {
         self.link.is_over(self.stream, self.number)
     }
 
+    /// The job, for whoever has to come after it.
+    pub(crate) fn as_use(&self) -> StreamUse {
+        StreamUse { stream: half(self.stream), number: self.number }
+    }
+
     /// The answer of a job that is over. What the job kept (staging) is handed to `last_look` before it goes.
     fn take(&mut self, last_look: impl FnOnce(Option<&Keep>)) -> Result<Answer, DeviceError> {
         if self.is_taken {
@@ -550,10 +762,7 @@ impl Ticket {
         }
         // The cell is this ticket's until it is released: everything in it is looked at before.
         let answer = Cell(self.link.slab.cell(self.cell)).answered();
-        let kept = match self.has_kept {
-            true => self.link.state.lock().cells[self.cell as usize].keeps.take(),
-            false => None,
-        };
+        let kept = if self.has_kept { self.link.state.lock().cells[self.cell as usize].keeps.take() } else { None };
         // A job that was refused left there what somebody else had.
         if answer.is_ok() {
             last_look(kept.as_ref());
@@ -625,7 +834,7 @@ impl Drop for Ticket {
     }
 }
 
-impl State {
+impl LinkState {
     /// Nobody will ask for the answer any more. The cell is free once its job is done too.
     fn release(&mut self, cell: u32) {
         let own = &mut self.cells[cell as usize];
@@ -635,15 +844,19 @@ impl State {
             self.unused.push(cell);
             if let Some(stream) = &mut self.streams[own.stream] {
                 stream.cells -= 1;
+                if let Some(shared) = &mut self.lines[stream.home] {
+                    shared.cells -= 1;
+                }
             }
         }
     }
 
-    /// Whether a stream may have so many more cells: no more of them than it leaves to the others. So one that hoards cells
-    /// gets half of them, two get a third each, and there are always some for one who has none. What is nobody's may take
-    /// the last.
+    /// Whether a tenant may have so many more cells: no more of them than it leaves to the others. So one that hoards
+    /// cells gets half of them, two get a third each, and there are always some for one who has none. What is nobody's
+    /// may take the last.
     fn has_cells(&self, stream: usize, count: usize) -> bool {
-        let held = self.streams[stream].as_ref().map_or(0, |own| own.cells);
+        let shared = self.streams[stream].as_ref().and_then(|own| self.lines[own.home].as_ref());
+        let held = shared.map_or(0, |own| own.cells);
         let Some(left) = self.unused.len().checked_sub(count) else { return false };
         match held {
             _ if stream == CONTROL => true,

@@ -1,5 +1,5 @@
-//! Starts a device's worker, watches it, and starts another when it is lost: when its process ended, when it says that its
-//! device is broken, when it takes no jobs any more, or when a job does not end.
+//! Starts a device's worker, watches it, and starts another when it is lost: when its process ended, when it says that
+//! its device is broken, when it takes no jobs any more, or when a job does not end.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::process::CommandExt;
@@ -76,7 +76,7 @@ fn start(
     worker: u32,
     metrics: &Arc<Metrics>,
 ) -> Result<Started, Unavailable> {
-    let slab = Arc::new(Slab::create(options.memory).map_err(|why| Unavailable::Memory { why })?);
+    let slab = Arc::new(Slab::create(&options.memory).map_err(|why| Unavailable::Memory { why })?);
     let mut body = match &options.placement {
         Placement::Thread => {
             let own = slab.clone();
@@ -98,7 +98,8 @@ fn start(
                 let name = name.to_string_lossy();
                 ["CUDA", "NV", "LD_LIBRARY_PATH", "PATH", "HOME", "RUST_BACKTRACE"].iter().any(|p| name.starts_with(p))
             };
-            command.envs(std::env::vars_os().filter(passed));
+            // As many hardware queues as there can be: with the driver's eight, sixteen streams wait for each other.
+            command.env("CUDA_DEVICE_MAX_CONNECTIONS", "32").envs(std::env::vars_os().filter(passed));
             let keep = move || inherit(fd);
             // SAFETY: the closure makes one system call and allocates nothing, which is allowed between fork and exec.
             unsafe { command.pre_exec(keep) };
@@ -152,7 +153,8 @@ fn serve(slab: &Arc<Slab>, choice: DeviceChoice, host: HostKernels) {
     }
 }
 
-/// The `main` of a worker process, with the arguments that [`Placement::Process`] appends and what runs kernels on a CPU.
+/// The `main` of a worker process, with the arguments that [`Placement::Process`] appends and what runs kernels on a
+/// CPU.
 pub fn worker_main(slab_fd: i32, choice: DeviceChoice, host: HostKernels) -> ExitCode {
     if let Err(error) = lifeline::end_with_server() {
         tracing::error!(%error, "the device worker cannot watch its server, and so does not start");
@@ -333,6 +335,10 @@ impl Watch {
             *beat = (now, Instant::now());
         } else if beat.1.elapsed() > self.options.hang {
             return Some(format!("the worker has taken no job for {:?}", self.options.hang));
+        }
+        let limits = (self.options.job_max, self.options.beat_max, self.options.stop_max);
+        if let Some(why) = link.silent_resident(limits.0, limits.1, limits.2) {
+            return Some(why);
         }
         let oldest = link.oldest()?;
         (oldest > self.options.job_max).then(|| format!("a job was not done after {:?}", self.options.job_max))

@@ -1,6 +1,6 @@
 //! The worker: the one thread that owns a device. It takes jobs from the ring, has the backend do them, and lets the
-//! backend write the stream's flag when they are done. In `serve` it is a process of its own and for library use a thread; `keeper.rs`
-//! starts either.
+//! backend write the stream's flag when they are done. In `serve` it is a process of its own and for library use a
+//! thread; `keeper.rs` starts either.
 
 pub(crate) mod host;
 pub(crate) mod keeper;
@@ -13,7 +13,7 @@ use crate::backend::Backend;
 use crate::error::DeviceError;
 use crate::queue::job::{Answer, Cell, Job};
 use crate::queue::link::{LOW, NOTIFY, PRIORITY};
-use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, SEATS, STREAMS, Slab, WorkerState};
+use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, STREAMS, Slab, TENANTS, WorkerState, is_lane};
 use crate::wait::SpinThenPark;
 
 /// An entry of the ring that ends the worker.
@@ -28,7 +28,7 @@ const FETCH_AHEAD: u32 = 2;
 /// Runs jobs until told to stop or until the device is lost.
 pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
     let ring = slab.ring();
-    let mut unflagged: Vec<(usize, u32)> = Vec::with_capacity(SEATS);
+    let mut unflagged: Vec<(usize, u32)> = Vec::with_capacity(TENANTS);
     let mut since_flag = 0;
     let mut tail_seen = ring.start();
     let mut payload = [0; PAYLOAD_BYTES_MAX];
@@ -83,7 +83,7 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
         let Some(sent) = cell.get() else { continue };
         let bytes = &mut payload[..sent.payload_bytes];
         cell.payload(bytes);
-        if sent.stream >= SEATS {
+        if is_lane(sent.stream) {
             backend.in_lane(sent, bytes, entry);
             continue;
         }
@@ -151,7 +151,7 @@ mod tests {
 
     #[test]
     fn what_is_sent_together_fails_together_with_the_first_error() {
-        let slab = Arc::new(Slab::create(SlabPlan { staging_bytes: 0, pinned_bytes: 0 }).unwrap());
+        let slab = Arc::new(Slab::create(&SlabPlan::default()).unwrap());
         let own = slab.clone();
         let worker = std::thread::spawn(move || {
             let opened = crate::backend::open(&own, DeviceChoice::Cpu, host::HostKernels::default());

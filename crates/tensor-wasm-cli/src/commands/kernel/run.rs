@@ -12,7 +12,7 @@ use tensor_wasm_gpu::{
     Buffer, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, Pinned, SlabPlan, TenantLimits,
 };
 use tensor_wasm_jit::{BUDGET_TICKS_MAX, CONTROL, Program};
-use tensor_wasm_launch::{Argument, KernelError, KernelModule, Kernels, Seat};
+use tensor_wasm_launch::{Argument, KernelError, KernelModule, Kernels, LaunchStream};
 
 use super::argument::{Content, Given, Output, Value, check_outputs};
 use crate::{Ended, Failed, Global, table};
@@ -107,9 +107,9 @@ impl Run {
         let bytes = contents.iter().flatten().fold(0_u64, |sum, content| sum.saturating_add(content.bytes));
         let memory_bytes_max = bytes.saturating_add(bytes / 4).saturating_add(MEMORY_SLACK_BYTES);
         let limits = TenantLimits { memory_bytes_max, ..TenantLimits::default() };
-        let seat = kernels.seat("local", limits).map_err(failed)?;
+        let stream = kernels.tenant("local", limits).map_err(failed)?.stream();
         let module = kernels.module(wasm).map_err(failed)?;
-        let launch = Launching { seat: &seat, module: &module, kernel: &kernel, grid, block, deadline };
+        let launch = Launching { stream: &stream, module: &module, kernel: &kernel, grid, block, deadline };
         let ran = launch.run(&runtime, &given, contents)?;
 
         let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
@@ -149,7 +149,7 @@ impl Run {
 }
 
 struct Launching<'a> {
-    seat: &'a Seat,
+    stream: &'a LaunchStream,
     module: &'a Arc<KernelModule>,
     kernel: &'a str,
     grid: [u32; 3],
@@ -185,7 +185,7 @@ impl Launching<'_> {
             arguments.push(argument);
         }
         let began = Instant::now();
-        let launched = self.seat.launch(self.module, self.kernel, self.grid, self.block, &arguments, self.deadline);
+        let launched = self.stream.launch(self.module, self.kernel, self.grid, self.block, &arguments, self.deadline);
         let mut launch = runtime.block_on(launched).map_err(failed)?;
         let sent = Instant::now();
         runtime.block_on(launch.wait()).map_err(failed)?;
@@ -199,7 +199,7 @@ impl Launching<'_> {
             let len = usize::try_from(bytes).unwrap_or(usize::MAX);
             let mut data = vec![0; len];
             if let Place::Buffer(buffer) = &places[n] {
-                let read = self.seat.tenant.read_blocking(buffer.handle(), 0, &mut data);
+                let read = self.stream.stream.read_blocking(buffer.handle(), 0, &mut data);
                 read.map_err(|e| failed(e.into()))?;
             }
             read.push((output, header, data));
@@ -219,11 +219,11 @@ impl Launching<'_> {
     /// Memory of the device with an argument's content.
     fn place(&self, content: &Content) -> Result<Place, DeviceError> {
         if content.bytes == 0 {
-            return self.seat.tenant.device().pinned(1).map(Place::Empty);
+            return self.stream.stream.device().pinned(1).map(Place::Empty);
         }
-        let buffer = self.seat.tenant.buffer(content.bytes)?;
+        let buffer = self.stream.kernels.tenant.buffer(content.bytes)?;
         if let Some(file) = &content.file {
-            self.seat.tenant.write_blocking(buffer.handle(), 0, &file[content.begins..])?;
+            self.stream.stream.write_blocking(buffer.handle(), 0, &file[content.begins..])?;
         }
         Ok(Place::Buffer(buffer))
     }

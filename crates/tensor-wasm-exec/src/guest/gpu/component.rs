@@ -62,6 +62,7 @@ impl From<KernelError> for Error {
             KernelError::Deadline(_) => Error::Deadline(text),
             KernelError::Denied(_) => Error::Denied(text),
             KernelError::Busy(_) => Error::Busy(text),
+            KernelError::Bug(_) => Error::Failed(text),
             KernelError::Device(error) => match error {
                 DeviceError::OutOfMemory { asked_bytes } | DeviceError::OverQuota { asked_bytes, .. } => {
                     Error::OutOfMemory(asked_bytes)
@@ -102,8 +103,8 @@ macro_rules! try_answer {
 
 impl compute::Host for State {
     async fn device_info(&mut self) -> Answer<Info> {
-        let seat = try_answer!(self.seat().await);
-        let (info, stats) = (seat.tenant.device().info(), seat.tenant.memory());
+        let tenant = try_answer!(self.stream().await).kernels.tenant.clone();
+        let (info, stats) = (tenant.device().info(), tenant.memory());
         Ok(Ok(Info {
             kind: match info.kind {
                 tensor_wasm_gpu::DeviceKind::Cpu => Kind::Cpu,
@@ -137,14 +138,14 @@ impl compute::HostBuffer for State {
 
     async fn write(&mut self, buffer: Resource<Buffer>, offset: u64, data: Vec<u8>) -> Answer<()> {
         let (handle, _) = self.device_buffer(&buffer)?;
-        let seat = try_answer!(self.seat().await);
-        try_answer!(seat.tenant.write(handle, offset, &data).await);
+        let stream = try_answer!(self.stream().await).stream;
+        try_answer!(stream.write(handle, offset, &data).await);
         Ok(Ok(()))
     }
 
     async fn read(&mut self, buffer: Resource<Buffer>, offset: u64, bytes: u64) -> Answer<Vec<u8>> {
         let (handle, size) = self.device_buffer(&buffer)?;
-        let seat = try_answer!(self.seat().await);
+        let stream = try_answer!(self.stream().await).stream;
         if offset.checked_add(bytes).is_none_or(|end| end > size) {
             return Ok(Err(DeviceError::OutOfRange { offset, len: bytes, size }.into()));
         }
@@ -153,7 +154,7 @@ impl compute::HostBuffer for State {
             return Ok(Err(Error::OutOfRange(why)));
         };
         let mut data = vec![0; len];
-        try_answer!(seat.tenant.read(handle, offset, &mut data).await);
+        try_answer!(stream.read(handle, offset, &mut data).await);
         Ok(Ok(data))
     }
 
@@ -166,15 +167,15 @@ impl compute::HostBuffer for State {
         bytes: u64,
     ) -> Answer<()> {
         let ((to, _), (from, _)) = (self.device_buffer(&buffer)?, self.device_buffer(&source)?);
-        let seat = try_answer!(self.seat().await);
-        drop(try_answer!(seat.tenant.copy((from, source_offset), (to, offset), bytes)));
+        let stream = try_answer!(self.stream().await).stream;
+        drop(try_answer!(stream.copy((from, source_offset), (to, offset), bytes)));
         Ok(Ok(()))
     }
 
     async fn fill(&mut self, buffer: Resource<Buffer>, offset: u64, bytes: u64, value: u8) -> Answer<()> {
         let (handle, _) = self.device_buffer(&buffer)?;
-        let seat = try_answer!(self.seat().await);
-        drop(try_answer!(seat.tenant.fill(handle, offset, bytes, value)));
+        let stream = try_answer!(self.stream().await).stream;
+        drop(try_answer!(stream.fill(handle, offset, bytes, value)));
         Ok(Ok(()))
     }
 

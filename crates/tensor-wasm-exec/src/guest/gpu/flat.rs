@@ -67,6 +67,7 @@ impl From<KernelError> for Refused {
             KernelError::Deadline(_) => Code::Deadline,
             KernelError::Denied(_) => Code::Denied,
             KernelError::Busy(_) => Code::Busy,
+            KernelError::Bug(_) => Code::Failed,
             KernelError::Device(error) => match error {
                 DeviceError::OutOfMemory { .. } | DeviceError::OverQuota { .. } => Code::OutOfMemory,
                 DeviceError::OutOfRange { .. } | DeviceError::ZeroSize => Code::OutOfRange,
@@ -173,8 +174,8 @@ fn index(handle: i64, first: i64) -> Option<usize> {
 const FIRST_BUFFER: i64 = 1;
 
 impl Guest<'_> {
-    /// What the guest gets: a result, or the number of an error, whose text it may ask for. Addresses that are not its own end
-    /// it.
+    /// What the guest gets: a result, or the number of an error, whose text it may ask for. Addresses that are not its
+    /// own end it.
     fn answer(&mut self, answer: wasmtime::Result<Answer<i64>>) -> wasmtime::Result<i64> {
         Ok(answer?.unwrap_or_else(|Refused(code, text)| {
             self.0.data_mut().session().flat.last_error = text;
@@ -202,10 +203,10 @@ impl Guest<'_> {
 
     fn has_room(&mut self) -> Answer<()> {
         let flat = self.flat();
-        match flat.kernels.len() + flat.buffers.len() < HANDLES_MAX {
-            true => Ok(()),
-            false => Err(Refused(Code::OutOfMemory, format!("it holds {HANDLES_MAX} kernels and buffers already"))),
+        if flat.kernels.len() + flat.buffers.len() < HANDLES_MAX {
+            return Ok(());
         }
+        Err(Refused(Code::OutOfMemory, format!("it holds {HANDLES_MAX} kernels and buffers already")))
     }
 
     async fn load(
@@ -367,12 +368,12 @@ impl Guest<'_> {
             Ok(found) => found,
             Err(refused) => return Ok(Err(refused)),
         };
-        let seat = match self.0.data_mut().seat().await {
-            Ok(seat) => seat,
+        let stream = match self.0.data_mut().stream().await {
+            Ok(stream) => stream.stream,
             Err(error) => return Ok(Err(error.into())),
         };
         let bytes = self.bytes(at, len)?;
-        let written = seat.tenant.write(buffer, offset.cast_unsigned(), bytes).await;
+        let written = stream.write(buffer, offset.cast_unsigned(), bytes).await;
         Ok(written.map(|()| 0).map_err(Refused::from))
     }
 
@@ -381,12 +382,12 @@ impl Guest<'_> {
             Ok(found) => found,
             Err(refused) => return Ok(Err(refused)),
         };
-        let seat = match self.0.data_mut().seat().await {
-            Ok(seat) => seat,
+        let stream = match self.0.data_mut().stream().await {
+            Ok(stream) => stream.stream,
             Err(error) => return Ok(Err(error.into())),
         };
         let bytes = self.bytes(at, len)?;
-        let read = seat.tenant.read(buffer, offset.cast_unsigned(), bytes).await;
+        let read = stream.read(buffer, offset.cast_unsigned(), bytes).await;
         Ok(read.map(|()| 0).map_err(Refused::from))
     }
 

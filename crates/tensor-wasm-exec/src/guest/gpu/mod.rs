@@ -1,6 +1,6 @@
-//! The device, as guests see it: `component.rs` for components, `flat.rs` for core modules, and here what both are: a guest's
-//! part of its tenant's place on the device. Whatever a guest holds goes back with its instance, and what it launched
-//! and did not wait for is stopped.
+//! The device, as guests see it: `component.rs` for components, `flat.rs` for core modules, and here what both are: a
+//! guest's part of what its tenant has on the device, with a stream of its own. Whatever a guest holds goes back with
+//! its instance, and what it launched and did not wait for is stopped.
 
 pub(crate) mod component;
 pub(crate) mod flat;
@@ -15,7 +15,7 @@ use tensor_wasm_jit::{MODULE_BYTES_MAX, Refusal};
 use super::running::RunningCall;
 use super::state::State;
 use crate::config::Limits;
-use tensor_wasm_launch::{Argument, Canceller, KernelError, KernelModule, Launch, Seat};
+use tensor_wasm_launch::{Argument, Canceller, KernelError, KernelModule, Kernels, Launch, LaunchStream};
 
 /// Jobs of a tenant on the device at once, and in line for it.
 const JOBS_RUNNING_MAX: usize = 256;
@@ -33,7 +33,7 @@ const MODULES_BYTES_MAX: usize = 16 << 20;
 /// What an instance has of the device.
 #[derive(Default)]
 pub(crate) struct Session {
-    seat: Option<Arc<Seat>>,
+    stream: Option<LaunchStream>,
     under_way: Vec<Canceller>,
     /// Bytes of the kernel modules it holds.
     module_bytes: Arc<AtomicUsize>,
@@ -55,10 +55,10 @@ impl Drop for HeldModule {
 
 /// Refuses what is too large before it is copied.
 fn check_module_bytes(bytes: usize) -> Result<(), KernelError> {
-    match bytes > MODULE_BYTES_MAX {
-        true => Err(Refusal::TooLarge { bytes, bytes_max: MODULE_BYTES_MAX }.into()),
-        false => Ok(()),
+    if bytes > MODULE_BYTES_MAX {
+        return Err(Refusal::TooLarge { bytes, bytes_max: MODULE_BYTES_MAX }.into());
     }
+    Ok(())
 }
 
 impl Drop for Session {
@@ -74,7 +74,14 @@ fn tenant_limits(limits: &Limits) -> TenantLimits {
         running_max: JOBS_RUNNING_MAX,
         waiting_max: JOBS_WAITING_MAX,
         multiprocessors: limits.gpu_multiprocessors,
+        // No guest can launch one.
+        residents_max: 0,
     }
+}
+
+/// A task of ours that panicked or was cancelled: no fault of the guest's.
+fn ended(error: tokio::task::JoinError) -> KernelError {
+    KernelError::Bug(format!("a task ended: {error}"))
 }
 
 /// Whether the call's function may use the device at all.
@@ -90,27 +97,31 @@ fn allowed(call: &RunningCall) -> Result<(), KernelError> {
 }
 
 impl State {
-    /// The tenant's place on the device. Waits for a device that is being opened.
-    async fn seat(&mut self) -> Result<Arc<Seat>, KernelError> {
-        if let Some(seat) = self.session.as_ref().and_then(|session| session.seat.clone()) {
-            return Ok(seat);
+    /// The instance's stream on the device. Waits for a device that is being opened.
+    async fn stream(&mut self) -> Result<LaunchStream, KernelError> {
+        if let Some(stream) = self.session.as_ref().and_then(|session| session.stream.clone()) {
+            return Ok(stream);
         }
         let call = self.call().clone();
         allowed(&call)?;
         let kernels =
             call.surroundings.kernels.wait().await.as_ref().map_err(|why| KernelError::Denied(why.clone()))?;
-        let (name, limits) = (&call.account.name, &call.account.limits);
-        let seat = match limits.gpu_raw_ptx {
-            false => kernels.seat(name, tenant_limits(limits))?,
-            // Its worker is started now, if this is the first call.
-            true => {
-                let (kernels, name, limits) = (kernels.clone(), name.clone(), tenant_limits(limits));
-                let opened = call.surroundings.background.spawn_blocking(move || kernels.trusted_seat(&name, limits));
-                opened.await.map_err(|e| KernelError::Denied(format!("no worker could be started: {e}")))??
+        let (name, limits) = (call.account.name.clone(), tenant_limits(&call.account.limits));
+        let is_trusted = call.account.limits.gpu_raw_ptx;
+        let known = if is_trusted { None } else { kernels.try_tenant(&name, limits) };
+        let tenant = match known {
+            Some(tenant) => tenant,
+            // A trusted tenant's worker is started now, if this is its first call; for others, tenants make room first.
+            None => {
+                let kernels = kernels.clone();
+                let open = if is_trusted { Kernels::trusted_tenant } else { Kernels::tenant };
+                let opened = call.surroundings.background.spawn_blocking(move || open(&kernels, &name, limits));
+                opened.await.map_err(ended)??
             }
         };
-        self.session().seat = Some(seat.clone());
-        Ok(seat)
+        let stream = tenant.stream();
+        self.session().stream = Some(stream.clone());
+        Ok(stream)
     }
 
     fn session(&mut self) -> &mut Session {
@@ -119,25 +130,24 @@ impl State {
 
     /// Allocates a buffer. That may wait for the device to give memory back, which a serving thread must not.
     async fn allocate_buffer(&mut self, bytes: u64) -> Result<Buffer, KernelError> {
-        let seat = self.seat().await?;
+        let stream = self.stream().await?;
         let background = self.call().surroundings.background.clone();
-        let allocated = background.spawn_blocking(move || seat.tenant.buffer(bytes)).await;
-        Ok(allocated.map_err(|e| KernelError::Denied(format!("allocating ended: {e}")))??)
+        let allocated = background.spawn_blocking(move || stream.kernels.tenant.buffer(bytes)).await;
+        Ok(allocated.map_err(ended)??)
     }
 
     /// Reads a kernel module.
     async fn kernel_module(&mut self, wasm: Vec<u8>) -> Result<HeldModule, KernelError> {
-        self.seat().await?;
+        self.stream().await?;
         check_module_bytes(wasm.len())?;
         let counted = self.session().module_bytes.clone();
         let held = counted.fetch_add(wasm.len(), Ordering::Relaxed) + wasm.len();
         let bytes = wasm.len();
-        let module = match held > MODULES_BYTES_MAX {
-            false => self.read_module(wasm).await,
-            true => {
-                let why = format!("the kernel modules it holds have more than {MODULES_BYTES_MAX} bytes");
-                Err(KernelError::Busy(why))
-            }
+        let module = if held <= MODULES_BYTES_MAX {
+            self.read_module(wasm).await
+        } else {
+            let why = format!("the kernel modules it holds have more than {MODULES_BYTES_MAX} bytes");
+            Err(KernelError::Busy(why))
         };
         match module {
             Ok(module) => Ok(HeldModule { module, bytes, counted }),
@@ -154,15 +164,11 @@ impl State {
         let is_trusted = self.call().account.limits.gpu_raw_ptx;
         let kernels = surroundings.kernels.wait().await.as_ref().map_err(|why| KernelError::Denied(why.clone()))?;
         let kernels = kernels.clone();
-        let read = move || match is_trusted {
-            true => kernels.trusted_module(wasm),
-            false => kernels.module(wasm),
-        };
+        let read = move || if is_trusted { kernels.trusted_module(wasm) } else { kernels.module(wasm) };
         if bytes <= READ_AT_ONCE_BYTES_MAX {
             return read();
         }
-        let done = surroundings.background.spawn_blocking(read).await;
-        done.map_err(|e| KernelError::Denied(format!("reading the module ended: {e}")))?
+        surroundings.background.spawn_blocking(read).await.map_err(ended)?
     }
 
     async fn launch(
@@ -173,7 +179,7 @@ impl State {
         items: [u32; 3],
         arguments: &[Argument],
     ) -> Result<Launch, KernelError> {
-        let seat = self.seat().await?;
+        let stream = self.stream().await?;
         let session = self.session();
         session.under_way.retain(Canceller::is_under_way);
         if session.under_way.len() >= LAUNCHES_MAX {
@@ -183,7 +189,7 @@ impl State {
         let call = self.call();
         let left = call.deadline().saturating_duration_since(Instant::now());
         let budget = left.min(Duration::from_millis(call.account.limits.gpu_kernel_ms_max));
-        let launch = seat.launch(&module.module, kernel, groups, items, arguments, budget).await?;
+        let launch = stream.launch(&module.module, kernel, groups, items, arguments, budget).await?;
         self.session().under_way.push(launch.canceller());
         Ok(launch)
     }

@@ -1,4 +1,5 @@
-//! The CPU as a device: the same jobs over memory of the worker's process. A device address is an address of this process.
+//! The CPU as a device: the same jobs over memory of the worker's process. A device address is an address of this
+//! process.
 
 pub(crate) mod memory;
 mod modules;
@@ -16,11 +17,11 @@ use crate::choice::DeviceKind;
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
 use crate::queue::link::CONTROL;
-use crate::slab::{SEATS, Slab};
+use crate::slab::{STREAMS, Slab};
 use crate::worker::host::HostKernels;
 
-/// What a group and a grid may have. The runner counts in 64 bits and has no limits of its own; these are what every CUDA
-/// device has, so that what runs here runs there.
+/// What a group and a grid may have. The runner counts in 64 bits and has no limits of its own; these are what every
+/// CUDA device has, so that what runs here runs there.
 const GROUP_ITEMS_MAX: u32 = 1024;
 const GROUP_MAX: [u32; 3] = [GROUP_ITEMS_MAX, GROUP_ITEMS_MAX, 64];
 const GRID_MAX: [u32; 3] = [i32::MAX.cast_unsigned(), 65_535, 65_535];
@@ -42,7 +43,7 @@ struct CpuDevice {
 
 impl CpuDevice {
     fn new(slab: Arc<Slab>, kernels: HostKernels) -> CpuDevice {
-        let mut streams: Vec<CpuStream> = (0..SEATS).map(|_| CpuStream::default()).collect();
+        let mut streams: Vec<CpuStream> = (0..STREAMS).map(|_| CpuStream::default()).collect();
         streams[CONTROL].is_open = true;
         let memory = Arc::new(HostMemory::new(slab.clone()));
         CpuDevice { slab, memory, kernels, streams, reserved: HashMap::new() }
@@ -89,7 +90,25 @@ impl DeviceOps for CpuDevice {
     fn open_stream(&mut self, stream: usize, memory_bytes_max: u64, _multiprocessors: u32) -> Result<(), DeviceError> {
         let own = &mut self.streams[stream];
         own.is_open = true;
+        own.owner = stream;
         own.memory_bytes_max = memory_bytes_max;
+        Ok(())
+    }
+
+    fn open_more(&mut self, stream: usize, owner: usize) -> Result<(), DeviceError> {
+        self.streams[stream].is_open = true;
+        self.streams[stream].owner = owner;
+        Ok(())
+    }
+
+    fn owner(&self, stream: usize) -> usize {
+        self.streams[stream].owner
+    }
+
+    fn order_after(&mut self, on: usize, before: usize) -> Result<(), DeviceError> {
+        if let Some(latch) = self.streams[before].latch(before, &self.slab, &self.memory) {
+            self.streams[on].wait_for(on, latch, &self.slab, &self.memory);
+        }
         Ok(())
     }
 

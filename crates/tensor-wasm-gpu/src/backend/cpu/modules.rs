@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::GROUP_ITEMS_MAX;
 use crate::backend::modules::{FoundKernel, ModuleLoader};
 use crate::error::DeviceError;
-use crate::slab::SEATS;
+use crate::slab::TENANTS;
 use crate::worker::host::{HostKernels, HostModule};
 
 pub(super) struct CpuLoader {
@@ -31,7 +31,7 @@ impl ModuleLoader for CpuLoader {
     fn load(&self, lane: usize, image: Vec<u8>) -> Result<Arc<dyn HostModule>, DeviceError> {
         let none = || DeviceError::Unsupported { what: "running kernels".to_owned() };
         let code = self.kernels.0.as_ref().ok_or_else(none)?;
-        code.load(lane - SEATS, &image).map_err(|why| DeviceError::BadModule { why })
+        code.load(lane - TENANTS, &image).map_err(|why| DeviceError::BadModule { why })
     }
 
     fn unload(&self, _module: Arc<dyn HostModule>) -> Result<(), DeviceError> {

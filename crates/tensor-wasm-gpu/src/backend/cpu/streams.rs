@@ -1,9 +1,9 @@
 //! A stream of the CPU device. Short operations are done by the worker itself; long ones, kernels, and what comes after
 //! them, by a thread of the stream, so that one tenant's large copy does not hold up another's small one.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, OnceLock};
 
 use super::memory::HostMemory;
 use super::modules::CpuKernel;
@@ -17,6 +17,8 @@ const INLINE_BYTES_MAX: usize = 64 << 10;
 #[derive(Default)]
 pub(super) struct CpuStream {
     pub is_open: bool,
+    /// The first stream of its tenant.
+    pub owner: usize,
     pub memory_bytes_max: u64,
     pub memory_bytes: u64,
     /// The operations of a graph that is being recorded.
@@ -59,6 +61,9 @@ enum StreamTask {
     Op(StreamOp),
     Flag(u32),
     Ring,
+    /// Lets another stream go on that waits for this one.
+    Open(Arc<OnceLock<()>>),
+    Await(Arc<OnceLock<()>>),
 }
 
 impl StreamOp {
@@ -73,8 +78,8 @@ impl StreamOp {
 
     fn run(&self, memory: &Arc<HostMemory>) {
         match self {
-            // SAFETY: the server checked both ranges against live buffers or the slab before sending the job, and keeps them
-            // until its flag is set; a copy within one buffer may overlap, which `copy` allows.
+            // SAFETY: the server checked both ranges against live buffers or the slab before sending the job, and
+            // keeps them until its flag is set; a copy within one buffer may overlap, which `copy` allows.
             StreamOp::Copy { from, to, bytes } => unsafe {
                 std::ptr::copy(*from as *const u8, *to as *mut u8, *bytes);
             },
@@ -109,6 +114,10 @@ impl StreamTask {
                 slab.done_bell().ring();
             }
             StreamTask::Ring => slab.done_bell().ring(),
+            StreamTask::Open(latch) => drop(latch.set(())),
+            StreamTask::Await(latch) => {
+                latch.wait();
+            }
         }
     }
 }
@@ -143,6 +152,32 @@ impl CpuStream {
 
     pub(super) fn ring(&mut self, own: usize, slab: &Arc<Slab>, memory: &Arc<HostMemory>) {
         self.after_all(own, StreamTask::Ring, slab, memory);
+    }
+
+    /// What another stream waits for that is to begin after what this one was handed so far; none if that is done.
+    pub(super) fn latch(
+        &mut self,
+        own: usize,
+        slab: &Arc<Slab>,
+        memory: &Arc<HostMemory>,
+    ) -> Option<Arc<OnceLock<()>>> {
+        if self.is_quiet() {
+            return None;
+        }
+        let latch = Arc::new(OnceLock::new());
+        self.hand(own, StreamTask::Open(latch.clone()), slab, memory);
+        Some(latch)
+    }
+
+    /// Does what comes next once another stream has come to its latch.
+    pub(super) fn wait_for(
+        &mut self,
+        own: usize,
+        latch: Arc<OnceLock<()>>,
+        slab: &Arc<Slab>,
+        memory: &Arc<HostMemory>,
+    ) {
+        self.hand(own, StreamTask::Await(latch), slab, memory);
     }
 
     fn after_all(&mut self, own: usize, task: StreamTask, slab: &Arc<Slab>, memory: &Arc<HostMemory>) {

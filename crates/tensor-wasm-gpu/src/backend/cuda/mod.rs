@@ -1,5 +1,5 @@
-//! A CUDA device, through the driver API. The driver's library is opened at run time; without it, or with too old a one,
-//! opening says so.
+//! A CUDA device, through the driver API. The driver's library is opened at run time; without it, or with too old a
+//! one, opening says so.
 //!
 //! The worker's thread owns the context. Two other kinds of threads touch CUDA, both per tenant and started when first
 //! needed: one that waits for events (`streams.rs`), and one that loads modules (`modules.rs`).
@@ -26,7 +26,7 @@ use crate::choice::{DeviceKind, Unavailable};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
 use crate::queue::link::CONTROL;
-use crate::slab::{SEATS, Slab};
+use crate::slab::{STREAMS, Slab};
 
 pub(super) fn open(slab: &Arc<Slab>, index: u32) -> Result<Box<dyn Backend>, Unavailable> {
     let (device, _) = probe(index)?;
@@ -35,9 +35,9 @@ pub(super) fn open(slab: &Arc<Slab>, index: u32) -> Result<Box<dyn Backend>, Una
     context.enter().map_err(failed)?;
     let slab_address = memory::register(slab).map_err(failed)?;
     let loader = CudaLoader { device, context: context.clone() };
-    let streams = (0..SEATS).map(|_| None).collect();
+    let streams = (0..STREAMS).map(|_| None).collect();
     let mut opened = CudaDevice { slab: slab.clone(), device, context, slab_address, streams };
-    opened.streams[CONTROL] = Some(CudaStream::new(device, 0).map_err(failed)?);
+    opened.streams[CONTROL] = Some(CudaStream::new(device, CONTROL, 0).map_err(failed)?);
     Ok(Box::new(Executor::new(slab.clone(), opened, loader)))
 }
 
@@ -114,18 +114,34 @@ impl DeviceOps for CudaDevice {
     }
 
     fn open_stream(&mut self, stream: usize, memory_bytes_max: u64, multiprocessors: u32) -> Result<(), DeviceError> {
-        let mut opened = CudaStream::new(self.device, multiprocessors)?;
+        let mut opened = CudaStream::new(self.device, stream, multiprocessors)?;
         match memory::new_pool(self.device, memory_bytes_max) {
             Ok(pool) => opened.pool = Some(pool),
             Err(error) => {
-                opened.destroy();
+                opened.destroy(stream);
                 return Err(error);
             }
         }
         if let Some(old) = self.streams[stream].replace(opened) {
-            old.destroy();
+            old.destroy(stream);
         }
         Ok(())
+    }
+
+    fn open_more(&mut self, stream: usize, owner: usize) -> Result<(), DeviceError> {
+        let opened = CudaStream::another(owner, self.stream(owner)?)?;
+        if let Some(old) = self.streams[stream].replace(opened) {
+            old.destroy(stream);
+        }
+        Ok(())
+    }
+
+    fn owner(&self, stream: usize) -> usize {
+        self.streams[stream].as_ref().map_or(stream, |own| own.owner)
+    }
+
+    fn order_after(&mut self, on: usize, before: usize) -> Result<(), DeviceError> {
+        streams::order(self.stream(before)?.stream, self.stream(on)?.stream)
     }
 
     fn close_stream(&mut self, stream: usize) -> Result<(), DeviceError> {
@@ -133,7 +149,7 @@ impl DeviceOps for CudaDevice {
             return Err(no_stream(stream));
         }
         if let Some(own) = self.streams[stream].take() {
-            own.destroy();
+            own.destroy(stream);
         }
         Ok(())
     }
@@ -197,8 +213,9 @@ impl DeviceOps for CudaDevice {
         ];
         let extra = if params.is_empty() { null_mut() } else { extra.as_mut_ptr() };
         let ([gx, gy, gz], [bx, by, bz], shared) = (shape.grid, shape.block, shape.shared_bytes);
-        // SAFETY: a kernel may be launched where a function may; the server checked the parameter block against the kernel's
-        // layout and the addresses in it against the tenant's buffers. The driver copies the block before it returns.
+        // SAFETY: a kernel may be launched where a function may; the server checked the parameter block against the
+        // kernel's layout and the addresses in it against the tenant's buffers. The driver copies the block before it
+        // returns.
         let result = unsafe { cu::cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, null_mut(), extra) };
         match check(result) {
             Err(DeviceError::Refused { why }) => Err(DeviceError::BadLaunch { why }),
@@ -277,7 +294,12 @@ impl DeviceOps for CudaDevice {
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         // Everything on them is done (`finish`), and the graphs are gone.
-        self.streams.iter_mut().filter_map(Option::take).for_each(CudaStream::destroy);
+        // From the last on: a green context goes after the streams in it.
+        for (n, own) in self.streams.iter_mut().enumerate().rev() {
+            if let Some(own) = own.take() {
+                own.destroy(n);
+            }
+        }
         memory::unregister(&self.slab);
     }
 }

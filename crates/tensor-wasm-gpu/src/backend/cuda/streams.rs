@@ -1,5 +1,5 @@
-//! Streams of a CUDA device: two priorities of one order, a share of the multiprocessors, and the thread that sleeps in the
-//! driver until an event and then rings the server's doorbell.
+//! Streams of a CUDA device: two priorities of one order, a share of the multiprocessors, and the thread that sleeps
+//! in the driver until an event and then rings the server's doorbell.
 
 use std::collections::HashSet;
 use std::ffi::{c_int, c_uint};
@@ -21,6 +21,10 @@ const LOW: c_int = 0;
 const NON_BLOCKING: c_uint = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
 
 pub(super) struct CudaStream {
+    /// The first stream of its tenant.
+    pub owner: usize,
+    /// Whether the driver's stream is the owner's, because it would make no more: shared, and not destroyed with this.
+    is_shared: bool,
     /// What jobs go to: of high priority, or of low.
     pub stream: cu::CUstream,
     /// The other of the two, once there was need for it.
@@ -37,13 +41,13 @@ pub(super) struct CudaStream {
 
 struct RecordedEvent(cu::CUevent);
 
-// SAFETY: an event may be waited for and destroyed by any thread with its context; here exactly one does, after the worker
-// recorded it and let go of it.
+// SAFETY: an event may be waited for and destroyed by any thread with its context; here exactly one does, after the
+// worker recorded it and let go of it.
 unsafe impl Send for RecordedEvent {}
 
 impl CudaStream {
-    /// A stream of high priority, on all multiprocessors or, if the number is not zero, on so many.
-    pub(super) fn new(device: cu::CUdevice, multiprocessors: u32) -> Result<CudaStream, DeviceError> {
+    /// A tenant's first stream, of high priority, on all multiprocessors or, if the number is not zero, on so many.
+    pub(super) fn new(device: cu::CUdevice, own: usize, multiprocessors: u32) -> Result<CudaStream, DeviceError> {
         let green = if multiprocessors > 0 { Some(new_green(device, multiprocessors)?) } else { None };
         let stream = new_stream(green, HIGH).inspect_err(|_| {
             if let Some(green) = green {
@@ -51,7 +55,26 @@ impl CudaStream {
                 unsafe { cu::cuGreenCtxDestroy(green) };
             }
         })?;
-        Ok(CudaStream {
+        Ok(CudaStream::of(own, stream, green, false))
+    }
+
+    /// One more stream of a tenant, on its multiprocessors. Where the driver makes no more it shares the first:
+    /// slower, and not refused.
+    pub(super) fn another(owner: usize, first: &CudaStream) -> Result<CudaStream, DeviceError> {
+        match new_stream(first.green, HIGH) {
+            Ok(stream) => Ok(CudaStream::of(owner, stream, first.green, false)),
+            Err(DeviceError::DeviceLost { why }) => Err(DeviceError::DeviceLost { why }),
+            Err(error) => {
+                tracing::warn!(%error, "the driver makes no more streams; a tenant shares its first");
+                Ok(CudaStream::of(owner, first.stream, first.green, true))
+            }
+        }
+    }
+
+    fn of(owner: usize, stream: cu::CUstream, green: Option<cu::CUgreenCtx>, is_shared: bool) -> CudaStream {
+        CudaStream {
+            owner,
+            is_shared,
             stream,
             other: None,
             is_low: false,
@@ -60,20 +83,24 @@ impl CudaStream {
             reserved: HashSet::new(),
             is_recording: false,
             waiter: None,
-        })
+        }
     }
 
-    pub(super) fn destroy(self) {
-        // SAFETY: handles of ours that nothing uses any more; a stream that still has work is destroyed when that is done.
+    /// `own` is the stream's number. What is the owner's goes with the owner.
+    pub(super) fn destroy(self, own: usize) {
+        // SAFETY: handles of ours that nothing uses any more; a stream that still has work is destroyed when that is
+        // done.
         unsafe {
-            let _ = cu::cuStreamDestroy_v2(self.stream);
+            if !self.is_shared {
+                let _ = cu::cuStreamDestroy_v2(self.stream);
+            }
             if let Some(other) = self.other {
                 let _ = cu::cuStreamDestroy_v2(other);
             }
             if let Some(pool) = self.pool {
                 let _ = cu::cuMemPoolDestroy(pool);
             }
-            if let Some(green) = self.green {
+            if let Some(green) = self.green.filter(|_| self.owner == own) {
                 let _ = cu::cuGreenCtxDestroy(green);
             }
         }
@@ -81,23 +108,14 @@ impl CudaStream {
 
     /// Sends what comes from here on to the stream of the other priority, which begins after what is on this one.
     pub(super) fn prioritize(&mut self, low: bool) -> Result<(), DeviceError> {
-        const UNTIMED: c_uint = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
-        if self.is_low == low || self.is_recording {
+        if self.is_low == low || self.is_recording || self.is_shared {
             return Ok(());
         }
         let other = match self.other {
             Some(other) => other,
             None => *self.other.insert(new_stream(self.green, if low { LOW } else { HIGH })?),
         };
-        let mut event = null_mut();
-        // SAFETY: a handle is written to a variable of ours; the streams are ours. The event may be destroyed while it is
-        // waited for.
-        unsafe {
-            check(cu::cuEventCreate(&mut event, UNTIMED))?;
-            check(cu::cuEventRecord(event, self.stream))?;
-            check(cu::cuStreamWaitEvent(other, event, 0))?;
-            check(cu::cuEventDestroy_v2(event))?;
-        }
+        order(self.stream, other)?;
         self.other = Some(std::mem::replace(&mut self.stream, other));
         self.is_low = low;
         Ok(())
@@ -124,6 +142,24 @@ impl CudaStream {
         // The thread ends only when its sender goes.
         let _ = waiter.send(RecordedEvent(event));
         Ok(())
+    }
+}
+
+/// Has one stream begin what comes next after everything that the other was given so far.
+pub(super) fn order(before: cu::CUstream, after: cu::CUstream) -> Result<(), DeviceError> {
+    const UNTIMED: c_uint = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+    if before == after {
+        return Ok(());
+    }
+    let mut event = null_mut();
+    // SAFETY: a handle is written to a variable of ours; the streams are ours. The event may be destroyed while it is
+    // waited for.
+    unsafe {
+        check(cu::cuEventCreate(&mut event, UNTIMED))?;
+        let recorded = check(cu::cuEventRecord(event, before));
+        let ordered = recorded.and_then(|()| check(cu::cuStreamWaitEvent(after, event, 0)));
+        check(cu::cuEventDestroy_v2(event))?;
+        ordered
     }
 }
 
