@@ -20,7 +20,7 @@ const GIB: u64 = 1 << 30;
 pub const SLOT_MEMORY_BYTES: u64 = 4 * GIB;
 
 /// A launch that takes much longer would look to the device's keeper as if the device hung.
-const GPU_KERNEL_MS_MAX: u64 = 50_000;
+pub(crate) const GPU_KERNEL_MS_MAX: u64 = 50_000;
 
 /// Makes a section of the file from its table of keys. `pub key: Type = default, check;` is a row; the check may be
 /// left out. With `overridden by`, every key may also be set for one tenant.

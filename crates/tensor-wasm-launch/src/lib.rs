@@ -40,4 +40,7 @@ pub enum KernelError {
     Denied(String),
     #[error("{0}")]
     Busy(String),
+    /// Ours: a task of the host panicked.
+    #[error("{0}")]
+    Bug(String),
 }

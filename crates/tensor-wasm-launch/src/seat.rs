@@ -235,7 +235,7 @@ impl Seat {
 }
 
 fn ended(error: tokio::task::JoinError) -> KernelError {
-    DeviceError::Refused { why: format!("a task ended: {error}") }.into()
+    KernelError::Bug(format!("a task ended: {error}"))
 }
 
 impl Loaded {

@@ -1,8 +1,9 @@
-//! The device, as guests see it: `component.rs` for components, `flat.rs` for core modules, and here what both are: a guest's
-//! part of its tenant's place on the device. Whatever a guest holds goes back with its instance, and what it launched
-//! and did not wait for is stopped.
+//! The device, as guests see it: `component.rs` for components, `flat.rs` for core modules, `error.rs` what both are
+//! told, and here what both are: a guest's part of its tenant's place on the device. Whatever a guest holds goes back
+//! with its instance, and what it launched and did not wait for is stopped.
 
 pub(crate) mod component;
+mod error;
 pub(crate) mod flat;
 
 use std::sync::Arc;
@@ -106,7 +107,7 @@ impl State {
             true => {
                 let (kernels, name, limits) = (kernels.clone(), name.clone(), tenant_limits(limits));
                 let opened = call.surroundings.background.spawn_blocking(move || kernels.trusted_seat(&name, limits));
-                opened.await.map_err(|e| KernelError::Denied(format!("no worker could be started: {e}")))??
+                opened.await.map_err(error::ended)??
             }
         };
         self.session().seat = Some(seat.clone());
@@ -122,7 +123,7 @@ impl State {
         let seat = self.seat().await?;
         let background = self.call().surroundings.background.clone();
         let allocated = background.spawn_blocking(move || seat.tenant.buffer(bytes)).await;
-        Ok(allocated.map_err(|e| KernelError::Denied(format!("allocating ended: {e}")))??)
+        Ok(allocated.map_err(error::ended)??)
     }
 
     /// Reads a kernel module.
@@ -162,7 +163,7 @@ impl State {
             return read();
         }
         let done = surroundings.background.spawn_blocking(read).await;
-        done.map_err(|e| KernelError::Denied(format!("reading the module ended: {e}")))?
+        done.map_err(error::ended)?
     }
 
     async fn launch(
