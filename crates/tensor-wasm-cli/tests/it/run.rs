@@ -58,9 +58,10 @@ fn walkdir(dir: &std::path::Path) -> usize {
 
 fn each_file(dir: &std::path::Path, act: &dyn Fn(&std::path::Path)) {
     for entry in std::fs::read_dir(dir).unwrap().flatten() {
-        match entry.path().is_dir() {
-            true => each_file(&entry.path(), act),
-            false => act(&entry.path()),
+        if entry.path().is_dir() {
+            each_file(&entry.path(), act);
+        } else {
+            act(&entry.path());
         }
     }
 }
