@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use crate::support::{Options, Server, read_all, send};
+use crate::support::{Options, Server, guest_bytes, read_all, send};
 
 fn hostile(config: &str) -> Server {
     let server = Server::with(Options::config(config));
