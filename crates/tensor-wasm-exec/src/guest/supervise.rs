@@ -190,7 +190,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_is_a_bug_of_ours() {
-        let mut guest: GuestFuture<()> = Box::pin(async { panic!("a host function is wrong") });
+        async fn broken() {
+            panic!("a host function is wrong");
+        }
+        let mut guest: GuestFuture<()> = Box::pin(broken());
         let stopped = poll_fn(|cx| poll_caught(&mut guest, cx)).await.unwrap_err();
         assert_eq!(stopped, Stopped::Panicked("a host function is wrong".to_owned()));
         let error = stopped.into_error(10);

@@ -84,7 +84,10 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_of_ours_is_no_error_of_the_guests() {
-        let panicked = tokio::task::spawn_blocking(|| panic!("out of order")).await.unwrap_err();
+        fn broken() {
+            panic!("out of order");
+        }
+        let panicked = tokio::task::spawn_blocking(broken).await.unwrap_err();
         let ended = GpuError::of(ended(panicked)).unwrap_err();
         assert!(ended.is::<Bug>(), "{ended:#}");
         let denied = GpuError::of(KernelError::Denied("no".to_owned())).unwrap();
