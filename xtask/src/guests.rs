@@ -8,12 +8,14 @@ use anyhow::{Context, bail};
 use crate::root;
 
 /// What is built for which target, and the name it gets under target/guests.
-const BUILT: [(&str, &str, &str); 12] = [
+const BUILT: [(&str, &str, &str); 14] = [
     ("wasm32-wasip2", "hello.wasm", "hello.wasm"),
     ("wasm32-wasip2", "http_lab.wasm", "http-lab.wasm"),
     ("wasm32-wasip2", "typed.wasm", "typed.wasm"),
     ("wasm32-wasip2", "hello_p3.wasm", "hello-p3.wasm"),
     ("wasm32-wasip2", "command.wasm", "command.wasm"),
+    ("wasm32-wasip2", "command-p3.wasm", "command-p3.wasm"),
+    ("wasm32-wasip2", "net.wasm", "net.wasm"),
     ("wasm32-wasip1", "command.wasm", "command-p1.wasm"),
     ("wasm32-unknown-unknown", "kernels.wasm", "kernels.wasm"),
     ("wasm32-unknown-unknown", "example_kernels.wasm", "example-kernels.wasm"),

@@ -12,8 +12,9 @@ use http::StatusCode;
 use http_body::{Body as _, Frame, SizeHint};
 use http_body_util::{BodyExt, Empty};
 use parking_lot::Mutex;
-use tensor_wasm_exec::Rejection;
+use tensor_wasm_exec::failure::Shortage;
 use tensor_wasm_exec::guest::http::{BoxError, RequestBody};
+use tensor_wasm_exec::{Config, Rejection};
 use tokio::time::Sleep;
 
 use crate::error::ApiError;
@@ -22,16 +23,12 @@ use crate::gateway::Gateway;
 /// Bodies this small are not counted: ten thousand connections may hold one each.
 const UNCOUNTED_BYTES: usize = 64 << 10;
 
-/// Bodies held in memory at once, all tenants together and each.
-const HELD_BYTES_MAX: usize = 2 << 30;
-const HELD_BYTES_PER_TENANT_MAX: usize = 512 << 20;
-
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// The memory that request bodies may take, shared out before it is taken.
-#[derive(Default)]
-pub(crate) struct Held {
+/// The memory that request bodies may take, charged before it is taken: all tenants together, and each.
+pub(crate) struct HeldBodies {
     by_tenant: Mutex<HashMap<String, usize>>,
+    config: Arc<Config>,
 }
 
 /// A body in memory, and its part of what may be held.
@@ -41,28 +38,33 @@ pub(crate) struct Whole {
 }
 
 struct Share {
-    held: Arc<Held>,
+    held: Arc<HeldBodies>,
     tenant: String,
     bytes: usize,
 }
 
-impl Held {
+impl HeldBodies {
+    pub(crate) fn new(config: Arc<Config>) -> HeldBodies {
+        HeldBodies { by_tenant: Mutex::default(), config }
+    }
+
     fn share(self: &Arc<Self>, tenant: &str, bytes: usize) -> Result<Share, Rejection> {
+        const WHAT: &str = "memory for request bodies";
+        const INSTEAD: &str = "send fewer large bodies at once, or raise the limit";
+        let tenant_max = self.config.limits_of(tenant).bodies_bytes_max;
+        let server_max = self.config.server.bodies_bytes_max;
         let mut by_tenant = self.by_tenant.lock();
         let total: usize = by_tenant.values().sum();
         let own = by_tenant.get(tenant).copied().unwrap_or(0);
-        if own + bytes > HELD_BYTES_PER_TENANT_MAX {
-            return Err(Rejection::TenantBusy {
-                tenant: tenant.to_owned(),
-                running: 0,
-                queued: 0,
-                why: "its request bodies take all the memory they may",
-                retry_after: RETRY_AFTER,
-            });
+        if own.saturating_add(bytes) > tenant_max {
+            let (max, limit) = (format!("{tenant_max} bytes"), "[limits] bodies_bytes_max");
+            let shortage = Shortage { what: WHAT, max, limit, instead: INSTEAD };
+            return Err(Rejection::TenantShort { tenant: tenant.to_owned(), shortage, retry_after: RETRY_AFTER });
         }
-        if total + bytes > HELD_BYTES_MAX {
-            let why = "request bodies take all the memory they may";
-            return Err(Rejection::ServerBusy { running: 0, queued: 0, why, retry_after: RETRY_AFTER });
+        if total.saturating_add(bytes) > server_max {
+            let (max, limit) = (format!("{server_max} bytes"), "[server] bodies_bytes_max");
+            let shortage = Shortage { what: WHAT, max, limit, instead: INSTEAD };
+            return Err(Rejection::ServerShort { shortage, retry_after: RETRY_AFTER });
         }
         *by_tenant.entry(tenant.to_owned()).or_default() += bytes;
         Ok(Share { held: self.clone(), tenant: tenant.to_owned(), bytes })
@@ -81,6 +83,18 @@ impl Drop for Share {
     }
 }
 
+/// Reads the whole body of a call, at most `[server] body_bytes_max` of it.
+pub(crate) async fn read_call(gateway: &Gateway, tenant: &str, body: Body) -> Result<Whole, ApiError> {
+    let bytes_max = gateway.runtime.config.server.body_bytes_max;
+    let mut read = read(gateway, tenant, body, bytes_max).await;
+    if let Err(error) = &mut read
+        && error.status == StatusCode::PAYLOAD_TOO_LARGE
+    {
+        error.message.push_str(" ([server] body_bytes_max)");
+    }
+    read
+}
+
 /// Reads a whole body, at most `bytes_max` of it.
 pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max: usize) -> Result<Whole, ApiError> {
     let too_large = || {
@@ -92,10 +106,7 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
         return Err(too_large());
     }
     let expected = announced.min(bytes_max);
-    let share = match expected > UNCOUNTED_BYTES {
-        true => Some(gateway.bodies.share(tenant, expected)?),
-        false => None,
-    };
+    let share = if expected > UNCOUNTED_BYTES { Some(gateway.bodies.share(tenant, expected)?) } else { None };
     let mut body = Patient::new(body, gateway.body_idle());
     let mut first = None;
     let mut rest = BytesMut::new();
@@ -194,10 +205,10 @@ pub(crate) async fn discard(gateway: &Gateway, body: Body) {
 
 /// A body for a guest to read as it comes.
 pub(crate) fn for_guest(body: Body, idle: Duration) -> RequestBody {
-    match body.is_end_stream() {
-        true => Empty::new().map_err(|never| match never {}).boxed_unsync(),
-        false => Patient::new(body, idle).boxed_unsync(),
+    if body.is_end_stream() {
+        return Empty::new().map_err(|never| match never {}).boxed_unsync();
     }
+    Patient::new(body, idle).boxed_unsync()
 }
 
 /// A body that fails when the client pauses too long.
@@ -244,12 +255,19 @@ mod tests {
 
     #[test]
     fn memory_for_bodies_is_shared_out_and_comes_back() {
-        let held = Arc::new(Held::default());
-        let first = held.share("a", HELD_BYTES_PER_TENANT_MAX).ok().unwrap();
-        assert!(matches!(held.share("a", 1), Err(Rejection::TenantBusy { .. })));
-        let others: Vec<_> =
-            (0..3).map(|n| held.share(&format!("t{n}"), HELD_BYTES_PER_TENANT_MAX).ok().unwrap()).collect();
-        assert!(matches!(held.share("late", 1), Err(Rejection::ServerBusy { .. })));
+        let config = "[server]\nbodies_bytes_max = 4000\n[limits]\nbodies_bytes_max = 1000\n";
+        let held = Arc::new(HeldBodies::new(Arc::new(Config::parse(config).unwrap())));
+        let refused = |tenant: &str| held.share(tenant, 1).err().unwrap().to_string();
+        let first = held.share("a", 1000).ok().unwrap();
+        let short = refused("a");
+        assert_eq!(
+            short,
+            "tenant \"a\" is short of memory for request bodies: 1000 bytes is all there may be at once ([limits] \
+             bodies_bytes_max); send fewer large bodies at once, or raise the limit"
+        );
+        let others: Vec<_> = (0..3).map(|n| held.share(&format!("t{n}"), 1000).ok().unwrap()).collect();
+        let short = refused("late");
+        assert!(short.starts_with("the server is short of memory") && short.contains("[server] bodies_bytes_max"));
         drop((first, others));
         assert!(held.share("a", 1).is_ok());
         assert!(held.by_tenant.lock().is_empty());

@@ -74,12 +74,15 @@ fn rejection_status(rejection: &Rejection) -> StatusCode {
         Rejection::ModuleTooLarge { .. } | Rejection::ModuleMemoryTooLarge { .. } | Rejection::TooLarge { .. } => {
             StatusCode::PAYLOAD_TOO_LARGE
         }
-        Rejection::RateLimited { .. } | Rejection::TenantBusy { .. } | Rejection::TooManyJobs { .. } => {
-            StatusCode::TOO_MANY_REQUESTS
-        }
-        Rejection::ServerBusy { .. } | Rejection::ShuttingDown | Rejection::Storage { .. } => {
-            StatusCode::SERVICE_UNAVAILABLE
-        }
+        Rejection::RateLimited { .. }
+        | Rejection::TenantBusy { .. }
+        | Rejection::TenantShort { .. }
+        | Rejection::TooManyJobs { .. } => StatusCode::TOO_MANY_REQUESTS,
+        Rejection::ServerBusy { .. }
+        | Rejection::ServerShort { .. }
+        | Rejection::StillCompiling { .. }
+        | Rejection::ShuttingDown
+        | Rejection::Storage { .. } => StatusCode::SERVICE_UNAVAILABLE,
     }
 }
 
@@ -87,7 +90,7 @@ fn fault_status(fault: &Fault) -> StatusCode {
     match fault {
         Fault::Deadline { .. } => StatusCode::GATEWAY_TIMEOUT,
         Fault::BadResponse { .. } => StatusCode::BAD_GATEWAY,
-        Fault::Trap { .. } | Fault::Exit { .. } | Fault::OutputTooLarge { .. } | Fault::Start { .. } => {
+        Fault::Trap { .. } | Fault::Exit { .. } | Fault::OutputTooLarge { .. } | Fault::HostcallTooLarge { .. } => {
             StatusCode::UNPROCESSABLE_ENTITY
         }
     }

@@ -14,7 +14,7 @@ use tracing::Instrument;
 
 use crate::audit::{Audit, Line};
 use crate::auth::Tokens;
-use crate::body::{self, Held};
+use crate::body::{self, HeldBodies};
 use crate::error::{ApiError, ErrorKind};
 use crate::linger;
 use crate::metrics::HttpMetrics;
@@ -26,7 +26,7 @@ pub(crate) struct Gateway {
     pub tokens: Tokens,
     pub metrics: HttpMetrics,
     pub audit: Audit,
-    pub bodies: Arc<Held>,
+    pub bodies: Arc<HeldBodies>,
     /// Connections open now.
     pub open: AtomicUsize,
     pub cores: usize,

@@ -22,6 +22,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::audit::{Audit, Line, Target};
 use crate::auth::Tokens;
+use crate::body::HeldBodies;
 use crate::gateway::Gateway;
 use crate::linger;
 use crate::metrics::HttpMetrics;
@@ -103,12 +104,13 @@ impl Server {
         }
         let metrics = HttpMetrics::new(&runtime);
         let (tokens, exporting) = (options.tokens, options.exporting);
+        let bodies = Arc::new(HeldBodies::new(runtime.config.clone()));
         let gateway = Gateway {
             runtime,
             tokens,
             metrics,
             audit,
-            bodies: Default::default(),
+            bodies,
             open: AtomicUsize::new(0),
             cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             exporting,

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use anyhow::Context;
-use tensor_wasm_exec::engine::Engines;
+use tensor_wasm_exec::engine::{EngineKind, Engines};
 use tensor_wasm_exec::{Call, Config, Invocation, Runtime};
 use wasmtime::{Linker, Module, Store};
 
@@ -24,8 +24,9 @@ pub(crate) fn compare() -> anyhow::Result<()> {
 
     let wasm_error = |e: wasmtime::Error| anyhow::anyhow!("{e:#}");
     let engines = Engines::new(&Config::default()).map_err(wasm_error)?;
-    let module = Module::new(&engines.plain, &wasm).map_err(wasm_error)?;
-    let bare = Linker::<()>::new(&engines.plain).instantiate_pre(&module).map_err(wasm_error)?;
+    let plain = engines.get(EngineKind::Plain);
+    let module = Module::new(plain, &wasm).map_err(wasm_error)?;
+    let bare = Linker::<()>::new(plain).instantiate_pre(&module).map_err(wasm_error)?;
 
     let invoke = async || {
         let started = Instant::now();
@@ -44,7 +45,7 @@ pub(crate) fn compare() -> anyhow::Result<()> {
     let instantiate = async || {
         let started = Instant::now();
         for _ in 0..CALLS {
-            let mut store = Store::new(&engines.plain, ());
+            let mut store = Store::new(plain, ());
             store.set_epoch_deadline(1_000_000);
             let instance = bare.instantiate_async(&mut store).await.map_err(wasm_error)?;
             let function = instance.get_func(&mut store, "empty").context("the export")?;

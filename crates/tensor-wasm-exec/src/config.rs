@@ -3,11 +3,231 @@
 //! `tensor-wasm serve --config FILE` reads it as TOML; unknown keys are errors, so a typing mistake cannot silently
 //! leave a limit at its default. Limits are per tenant unless the name says otherwise; `[tenant.NAME]` overrides any of
 //! `[limits]` for one tenant.
+//!
+//! Each section is one table below: a row is a key, its type, its default, its meaning and what is checked of it. The
+//! structs, their defaults, the overrides, the checks and what `serve --print-config` prints all come from the row.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+const MIB: usize = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// The largest linear memory a pooled slot can hold; a tenant's `memory_bytes_max` may not exceed it.
+/// 4 GiB is the whole of a 32-bit guest, and reserving it costs address space only.
+pub const SLOT_MEMORY_BYTES: u64 = 4 * GIB;
+
+/// A launch that takes much longer would look to the device's keeper as if the device hung.
+pub(crate) const GPU_KERNEL_MS_MAX: u64 = 50_000;
+
+/// Makes a section of the file from its table of keys. `pub key: Type = default, check;` is a row; the check may be
+/// left out. With `overridden by`, every key may also be set for one tenant.
+macro_rules! section {
+    (
+        $(#[$meta:meta])*
+        $name:ident overridden by $over:ident {
+            $( $(#[doc = $doc:literal])+ pub $key:ident: $ty:ty = $default:expr $(, $check:expr)?; )+
+        }
+    ) => {
+        section! {
+            $(#[$meta])*
+            $name { $( $(#[doc = $doc])+ pub $key: $ty = $default $(, $check)?; )+ }
+        }
+
+        #[doc = concat!("[`", stringify!($name), "`] with everything optional: what is absent is inherited.")]
+        #[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $over { $( pub $key: Option<$ty>, )+ }
+
+        impl $name {
+            fn overridden(&self, over: &$over) -> $name {
+                $name { $( $key: over.$key.clone().unwrap_or_else(|| self.$key.clone()), )+ }
+            }
+        }
+    };
+    (
+        $(#[$meta:meta])*
+        $name:ident {
+            $( $(#[doc = $doc:literal])+ pub $key:ident: $ty:ty = $default:expr $(, $check:expr)?; )+
+        }
+    ) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name { $( $(#[doc = $doc])+ pub $key: $ty, )+ }
+
+        impl Default for $name {
+            fn default() -> Self {
+                $name { $( $key: $default, )+ }
+            }
+        }
+
+        impl $name {
+            /// Every key and what it means, in the order of the table.
+            const KEYS: &[(&str, &[&str])] = &[ $( (stringify!($key), &[$($doc),+]), )+ ];
+
+            /// Refuses values that could not work, naming them.
+            fn check(&self, section: &str) -> Result<(), String> {
+                $( $(
+                    let check: fn(&$ty) -> Result<(), String> = $check;
+                    check(&self.$key).map_err(|why| format!("[{section}] {} {why}", stringify!($key)))?;
+                )? )+
+                Ok(())
+            }
+        }
+    };
+}
+
+section! {
+    /// The process as a whole.
+    Server {
+    /// Calls running at once, all tenants together. Each may hold a pooled instance, so this also sizes the pool.
+    pub concurrency_max: usize = 256, positive;
+    /// Calls waiting for a place, all tenants together.
+    pub queue_max: usize = 4096;
+    /// How long a call may wait for a place before it is refused.
+    pub queue_wait_ms_max: u64 = 5_000;
+    /// Open client connections; more are left in the kernel's backlog.
+    pub connections_max: usize = 10_000, positive;
+    /// A client must have sent its request head within this time.
+    pub header_read_ms_max: u64 = 10_000;
+    /// A request body may pause no longer than this between two pieces.
+    pub body_idle_ms_max: u64 = 30_000;
+    /// A request body that is collected (all but those streamed to a guest; a deploy's too) must be whole within this.
+    pub body_ms_max: u64 = 300_000;
+    /// Request bodies other than a deploy's.
+    pub body_bytes_max: usize = 16 * MIB;
+    /// Request bodies held in memory at once, all tenants together.
+    pub bodies_bytes_max: usize = 2048 * MIB, positive;
+    /// How long a shutdown waits for running calls.
+    pub drain_ms_max: u64 = 30_000;
+    /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
+    pub outbound_http: Vec<String> = Vec::new();
+    }
+}
+
+section! {
+    /// How guests are compiled and kept.
+    Engine {
+    /// Cranelift's effort. Changing it changes the engine's identity: every function is recompiled from its source.
+    pub optimize: Optimize = Optimize::Speed;
+    /// Compiled functions that each engine keeps mapped; the least recently used is unmapped beyond this.
+    pub loaded_max: usize = 512, positive;
+    /// Bytes of a linear memory that stay resident between two guests (reset by copying, not by unmapping).
+    pub keep_resident_bytes: usize = 2 * MIB;
+    /// Stack of one guest call.
+    pub stack_bytes_max: usize = MIB / 2;
+    /// Compilations at once; each is a process of its own.
+    pub compile_concurrency_max: usize = 2, positive;
+    /// Memory one compilation may take.
+    pub compile_memory_bytes_max: u64 = 4 * GIB;
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Optimize {
+    None,
+    Speed,
+    SpeedAndSize,
+}
+
+section! {
+    /// Asynchronous invocations.
+    Jobs {
+    /// Jobs running at once.
+    pub concurrency_max: usize = 16, positive;
+    /// Unfinished jobs, all tenants together.
+    pub queue_max: usize = 100_000;
+    /// Attempts of a job whose guest faulted, unless the request says otherwise.
+    pub attempts: u32 = 1;
+    /// Size of a job's arguments and stdin together, and of its result.
+    pub record_bytes_max: usize = 256 << 10;
+    /// A finished job and its result are kept this long.
+    pub keep_s: u64 = 24 * 3600;
+    /// Finished jobs kept, all tenants together; the oldest go first.
+    pub keep_max: usize = 100_000;
+    }
+}
+
+section! {
+    /// What one tenant may take.
+    Limits overridden by LimitsOverride {
+    /// Requests per second admitted on average; 0 means no limit.
+    pub rate_per_second: f64 = 0.0, rate;
+    /// Requests admitted at once after a quiet time.
+    pub rate_burst: u32 = 1000, positive;
+    /// Calls running at once.
+    pub concurrency_max: usize = 128, positive;
+    /// Calls waiting for a place.
+    pub queue_max: usize = 1024;
+    /// Share of the server's places when tenants compete, relative to the others.
+    pub weight: u32 = 1, positive;
+    /// Linear memory of all the tenant's running instances together, and the octets they return until those are sent.
+    pub tenant_memory_bytes_max: u64 = 4 * GIB;
+    /// Linear memory of one instance.
+    pub memory_bytes_max: u64 = 512 << 20, fits_slot;
+    /// Elements of one table.
+    pub table_elements_max: u32 = 100_000;
+    /// Time one call may take.
+    pub deadline_ms_max: u64 = 30_000, positive;
+    /// Functions deployed.
+    pub functions_max: usize = 20_000;
+    /// Revisions kept of one function; the oldest without traffic go first.
+    pub revisions_max: usize = 16, positive;
+    /// Size of one module or component.
+    pub module_bytes_max: usize = 64 * MIB;
+    /// Time one compilation may take.
+    pub compile_ms_max: u64 = 60_000;
+    /// Unfinished jobs.
+    pub jobs_max: usize = 10_000;
+    /// stdout and stderr kept of one call.
+    pub log_bytes_max: usize = 64 << 10;
+    /// Result of one call (a command's stdout, an export's value).
+    pub output_bytes_max: usize = 16 * MIB;
+    /// Request bodies of the tenant held in memory at once.
+    pub bodies_bytes_max: usize = 512 * MIB, positive;
+    /// What a component hands the host in one call, an export's result among it, as it lies in the host's memory: some
+    /// 40 bytes for each value. A `list<u8>` that an octet-stream call returns has `output_bytes_max` instead.
+    pub hostcall_bytes_max: usize = 64 * MIB, positive;
+    /// Memory on the device; 0: the tenant may not use it.
+    pub gpu_memory_bytes_max: u64 = GIB;
+    /// Time one launch of a kernel may take.
+    pub gpu_kernel_ms_max: u64 = 10_000, kernel_ms;
+    /// Multiprocessors of a GPU that the tenant's kernels run on; 0: all of them.
+    pub gpu_multiprocessors: u32 = 0;
+    /// The tenant is trusted with the GPU: its functions may load PTX, which nothing fences. It gets a worker of its
+    /// own.
+    pub gpu_raw_ptx: bool = false;
+    }
+}
+
+fn positive<T: Default + PartialEq>(value: &T) -> Result<(), String> {
+    if *value == T::default() { Err("must be at least 1".to_owned()) } else { Ok(()) }
+}
+
+fn fits_slot(bytes: &u64) -> Result<(), String> {
+    if *bytes > SLOT_MEMORY_BYTES {
+        return Err(format!("is {bytes}, more than a 32-bit guest can have ({SLOT_MEMORY_BYTES})"));
+    }
+    Ok(())
+}
+
+fn kernel_ms(ms: &u64) -> Result<(), String> {
+    positive(ms)?;
+    if *ms > GPU_KERNEL_MS_MAX { Err(format!("must be at most {GPU_KERNEL_MS_MAX}")) } else { Ok(()) }
+}
+
+fn rate(per_second: &f64) -> Result<(), String> {
+    // One request a day is slow enough; smaller numbers would make waiting times that no clock holds.
+    const SLOWEST: f64 = 1.0 / 86_400.0;
+    if *per_second == 0.0 || (*per_second >= SLOWEST && per_second.is_finite()) {
+        return Ok(());
+    }
+    Err("must be 0 (no limit) or at least one a day".to_owned())
+}
 
 /// Everything an operator can set.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
@@ -22,234 +242,6 @@ pub struct Config {
     pub tenant: BTreeMap<String, LimitsOverride>,
 }
 
-/// The process as a whole.
-#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Server {
-    /// Calls running at once, all tenants together. Each may hold a pooled instance, so this also sizes the pool.
-    pub concurrency_max: usize,
-    /// Calls waiting for a place, all tenants together.
-    pub queue_max: usize,
-    /// How long a call may wait for a place before it is refused.
-    pub queue_wait_ms_max: u64,
-    /// Open client connections; more are left in the kernel's backlog.
-    pub connections_max: usize,
-    /// A client must have sent its request head within this time.
-    pub header_read_ms_max: u64,
-    /// A request body may pause no longer than this between two pieces.
-    pub body_idle_ms_max: u64,
-    /// A request body that is collected (all but those streamed to a guest; a deploy's too) must be whole within this.
-    pub body_ms_max: u64,
-    /// Request bodies other than a deploy's.
-    pub body_bytes_max: usize,
-    /// How long a shutdown waits for running calls.
-    pub drain_ms_max: u64,
-    /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
-    pub outbound_http: Vec<String>,
-}
-
-/// How guests are compiled and kept.
-#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Engine {
-    /// Cranelift's effort. Changing it changes the engine's identity: every function is recompiled from its source.
-    pub optimize: Optimize,
-    /// Compiled functions kept mapped; the least recently used is unmapped beyond this.
-    pub loaded_max: usize,
-    /// Bytes of a linear memory that stay resident between two guests (reset by copying, not by unmapping).
-    pub keep_resident_bytes: usize,
-    /// Stack of one guest call.
-    pub stack_bytes_max: usize,
-    /// Compilations at once; each is a process of its own.
-    pub compile_concurrency_max: usize,
-    /// Memory one compilation may take.
-    pub compile_memory_bytes_max: u64,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Optimize {
-    None,
-    Speed,
-    SpeedAndSize,
-}
-
-/// Asynchronous invocations.
-#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Jobs {
-    /// Jobs running at once.
-    pub concurrency_max: usize,
-    /// Unfinished jobs, all tenants together.
-    pub queue_max: usize,
-    /// Attempts of a job whose guest faulted, unless the request says otherwise.
-    pub attempts: u32,
-    /// Size of a job's arguments and stdin together, and of its result.
-    pub record_bytes_max: usize,
-    /// A finished job and its result are kept this long.
-    pub keep_s: u64,
-    /// Finished jobs kept, all tenants together; the oldest go first.
-    pub keep_max: usize,
-}
-
-/// What one tenant may take.
-#[derive(Debug, Clone, PartialEq, Deserialize, Serialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Limits {
-    /// Requests per second admitted on average; 0 means no limit.
-    pub rate_per_second: f64,
-    /// Requests admitted at once after a quiet time.
-    pub rate_burst: u32,
-    /// Calls running at once.
-    pub concurrency_max: usize,
-    /// Calls waiting for a place.
-    pub queue_max: usize,
-    /// Share of the server's places when tenants compete, relative to the others.
-    pub weight: u32,
-    /// Linear memory of all the tenant's running instances together.
-    pub tenant_memory_bytes_max: u64,
-    /// Linear memory of one instance.
-    pub memory_bytes_max: u64,
-    /// Elements of one table.
-    pub table_elements_max: u32,
-    /// Time one call may take.
-    pub deadline_ms_max: u64,
-    /// Functions deployed.
-    pub functions_max: usize,
-    /// Revisions kept of one function; the oldest without traffic go first.
-    pub revisions_max: usize,
-    /// Size of one module or component.
-    pub module_bytes_max: usize,
-    /// Time one compilation may take.
-    pub compile_ms_max: u64,
-    /// Unfinished jobs.
-    pub jobs_max: usize,
-    /// stdout and stderr kept of one call.
-    pub log_bytes_max: usize,
-    /// Result of one call (a command's stdout, an export's value).
-    pub output_bytes_max: usize,
-    /// Memory on the device; 0: the tenant may not use it.
-    pub gpu_memory_bytes_max: u64,
-    /// Time one launch of a kernel may take.
-    pub gpu_kernel_ms_max: u64,
-    /// Multiprocessors of a GPU that the tenant's kernels run on; 0: all of them.
-    pub gpu_multiprocessors: u32,
-    /// The tenant is trusted with the GPU: its functions may load PTX, which nothing fences. It gets a worker of its own.
-    pub gpu_raw_ptx: bool,
-}
-
-/// [`Limits`] with everything optional: what is absent is inherited.
-#[derive(Debug, Clone, Default, PartialEq, Deserialize, Serialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct LimitsOverride {
-    pub rate_per_second: Option<f64>,
-    pub rate_burst: Option<u32>,
-    pub concurrency_max: Option<usize>,
-    pub queue_max: Option<usize>,
-    pub weight: Option<u32>,
-    pub tenant_memory_bytes_max: Option<u64>,
-    pub memory_bytes_max: Option<u64>,
-    pub table_elements_max: Option<u32>,
-    pub deadline_ms_max: Option<u64>,
-    pub functions_max: Option<usize>,
-    pub revisions_max: Option<usize>,
-    pub module_bytes_max: Option<usize>,
-    pub compile_ms_max: Option<u64>,
-    pub jobs_max: Option<usize>,
-    pub log_bytes_max: Option<usize>,
-    pub output_bytes_max: Option<usize>,
-    pub gpu_memory_bytes_max: Option<u64>,
-    pub gpu_kernel_ms_max: Option<u64>,
-    pub gpu_multiprocessors: Option<u32>,
-    pub gpu_raw_ptx: Option<bool>,
-}
-
-const MIB: usize = 1 << 20;
-const GIB: u64 = 1 << 30;
-
-/// The largest linear memory a pooled slot can hold; a tenant's `memory_bytes_max` may not exceed it.
-/// 4 GiB is the whole of a 32-bit guest, and reserving it costs address space only.
-pub const SLOT_MEMORY_BYTES: u64 = 4 * GIB;
-
-/// A launch that takes much longer would look to the device's keeper as if the device hung.
-const GPU_KERNEL_MS_MAX: u64 = 50_000;
-
-impl Default for Server {
-    fn default() -> Self {
-        Server {
-            concurrency_max: 256,
-            queue_max: 4096,
-            queue_wait_ms_max: 5_000,
-            connections_max: 10_000,
-            header_read_ms_max: 10_000,
-            body_idle_ms_max: 30_000,
-            body_ms_max: 300_000,
-            body_bytes_max: 16 * MIB,
-            drain_ms_max: 30_000,
-            outbound_http: Vec::new(),
-        }
-    }
-}
-
-impl Default for Engine {
-    fn default() -> Self {
-        Engine {
-            optimize: Optimize::Speed,
-            loaded_max: 512,
-            keep_resident_bytes: 2 * MIB,
-            stack_bytes_max: MIB / 2,
-            compile_concurrency_max: 2,
-            compile_memory_bytes_max: 4 * GIB,
-        }
-    }
-}
-
-impl Default for Jobs {
-    fn default() -> Self {
-        Jobs {
-            concurrency_max: 16,
-            queue_max: 100_000,
-            attempts: 1,
-            record_bytes_max: 256 << 10,
-            keep_s: 24 * 3600,
-            keep_max: 100_000,
-        }
-    }
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Limits {
-            rate_per_second: 0.0,
-            rate_burst: 1000,
-            concurrency_max: 128,
-            queue_max: 1024,
-            weight: 1,
-            tenant_memory_bytes_max: 4 * GIB,
-            memory_bytes_max: 512 << 20,
-            table_elements_max: 100_000,
-            deadline_ms_max: 30_000,
-            functions_max: 20_000,
-            revisions_max: 16,
-            module_bytes_max: 64 * MIB,
-            compile_ms_max: 60_000,
-            jobs_max: 10_000,
-            log_bytes_max: 64 << 10,
-            output_bytes_max: 16 * MIB,
-            gpu_memory_bytes_max: GIB,
-            gpu_kernel_ms_max: 10_000,
-            gpu_multiprocessors: 0,
-            gpu_raw_ptx: false,
-        }
-    }
-}
-
-macro_rules! inherit {
-    ($base:expr, $over:expr, $($field:ident),+) => {
-        Limits { $($field: $over.$field.clone().unwrap_or_else(|| $base.$field.clone()),)+ }
-    };
-}
-
 impl Config {
     /// Reads a configuration file's text; the message names the line and the key that are wrong.
     pub fn parse(text: &str) -> Result<Config, String> {
@@ -260,33 +252,10 @@ impl Config {
 
     /// The limits of one tenant.
     pub fn limits_of(&self, tenant: &str) -> Limits {
-        let Some(over) = self.tenant.get(tenant) else {
-            return self.limits.clone();
-        };
-        inherit!(
-            self.limits,
-            over,
-            rate_per_second,
-            rate_burst,
-            concurrency_max,
-            queue_max,
-            weight,
-            tenant_memory_bytes_max,
-            memory_bytes_max,
-            table_elements_max,
-            deadline_ms_max,
-            functions_max,
-            revisions_max,
-            module_bytes_max,
-            compile_ms_max,
-            jobs_max,
-            log_bytes_max,
-            output_bytes_max,
-            gpu_memory_bytes_max,
-            gpu_kernel_ms_max,
-            gpu_multiprocessors,
-            gpu_raw_ptx
-        )
+        match self.tenant.get(tenant) {
+            Some(over) => self.limits.overridden(over),
+            None => self.limits.clone(),
+        }
     }
 
     /// The largest table any tenant may have; the pool's tables are of this size.
@@ -297,48 +266,35 @@ impl Config {
 
     /// Refuses values that could not work, naming them.
     pub fn check(&self) -> Result<(), String> {
-        let tenants = self.tenant.keys().map(|name| (format!("tenant.{name}"), self.limits_of(name)));
-        for (section, limits) in std::iter::once(("limits".to_owned(), self.limits.clone())).chain(tenants) {
-            let positive = [
-                ("concurrency_max", limits.concurrency_max as u64),
-                ("weight", limits.weight.into()),
-                ("rate_burst", limits.rate_burst.into()),
-                ("deadline_ms_max", limits.deadline_ms_max),
-                ("revisions_max", limits.revisions_max as u64),
-                ("gpu_kernel_ms_max", limits.gpu_kernel_ms_max),
-            ];
-            if let Some((key, _)) = positive.iter().find(|(_, value)| *value == 0) {
-                return Err(format!("[{section}] {key} must be at least 1"));
+        self.server.check("server")?;
+        self.engine.check("engine")?;
+        self.jobs.check("jobs")?;
+        self.limits.check("limits")?;
+        self.tenant.keys().try_for_each(|name| self.limits_of(name).check(&format!("tenant.{name}")))
+    }
+
+    /// This configuration as a file, with what every key means above it. Read back, it is this configuration.
+    pub fn explained(&self) -> Result<String, String> {
+        type Keys = &'static [(&'static str, &'static [&'static str])];
+        let sections: [(&str, Keys); 4] =
+            [("server", Server::KEYS), ("engine", Engine::KEYS), ("jobs", Jobs::KEYS), ("limits", Limits::KEYS)];
+        let values = toml::Table::try_from(self).map_err(|e| e.to_string())?;
+        let mut text = String::new();
+        for (section, keys) in sections {
+            text += &format!("[{section}]\n");
+            for (key, meaning) in keys {
+                text += &meaning.iter().map(|line| format!("#{line}\n")).collect::<String>();
+                match values.get(section).and_then(|section| section.get(key)) {
+                    Some(value) => text += &format!("{key} = {value}\n"),
+                    None => text += &format!("# {key} = …\n"),
+                }
             }
-            if limits.memory_bytes_max > SLOT_MEMORY_BYTES {
-                return Err(format!(
-                    "[{section}] memory_bytes_max is {}, more than a 32-bit guest can have ({SLOT_MEMORY_BYTES})",
-                    limits.memory_bytes_max
-                ));
-            }
-            if limits.gpu_kernel_ms_max > GPU_KERNEL_MS_MAX {
-                return Err(format!("[{section}] gpu_kernel_ms_max must be at most {GPU_KERNEL_MS_MAX}"));
-            }
-            // One request a day is slow enough; smaller numbers would make waiting times that no clock holds.
-            let slowest = 1.0 / 86_400.0;
-            if limits.rate_per_second != 0.0
-                && !(limits.rate_per_second >= slowest && limits.rate_per_second.is_finite())
-            {
-                return Err(format!("[{section}] rate_per_second must be 0 (no limit) or at least one a day"));
-            }
+            text.push('\n');
         }
-        for (key, value) in [
-            ("[server] concurrency_max", self.server.concurrency_max),
-            ("[server] connections_max", self.server.connections_max),
-            ("[engine] loaded_max", self.engine.loaded_max),
-            ("[engine] compile_concurrency_max", self.engine.compile_concurrency_max),
-            ("[jobs] concurrency_max", self.jobs.concurrency_max),
-        ] {
-            if value == 0 {
-                return Err(format!("{key} must be at least 1"));
-            }
-        }
-        Ok(())
+        text += "# [tenant.NAME] takes any key of [limits], for one tenant.\n";
+        let overrides = values.get("tenant").filter(|_| !self.tenant.is_empty());
+        let overrides = overrides.map(|tenants| toml::Table::from_iter([("tenant".to_owned(), tenants.clone())]));
+        Ok(text + &overrides.map_or_else(String::new, |overrides| overrides.to_string()))
     }
 }
 
@@ -368,5 +324,29 @@ mod tests {
         assert_eq!(zero, "[tenant.a] weight must be at least 1");
         let nan = Config::parse("[limits]\nrate_per_second = nan\n").unwrap_err();
         assert!(nan.contains("rate_per_second"), "{nan}");
+    }
+
+    #[test]
+    fn every_key_is_explained_and_reads_back() {
+        let text = Config::default().explained().unwrap();
+        assert_eq!(Config::parse(&text).unwrap(), Config::default());
+        for line in ["# Calls running at once.", "hostcall_bytes_max = 67108864", "outbound_http = []", "[jobs]"] {
+            assert!(text.lines().any(|found| found == line), "{line}: {text}");
+        }
+        let given = Config::parse("[server]\nqueue_max = 3\n[tenant.a]\nweight = 2\n").unwrap();
+        assert_eq!(Config::parse(&given.explained().unwrap()).unwrap(), given);
+    }
+
+    #[test]
+    fn every_section_is_checked() {
+        for (text, expect) in [
+            ("[server]\nconcurrency_max = 0\n", "[server] concurrency_max must be at least 1"),
+            ("[jobs]\nconcurrency_max = 0\n", "[jobs] concurrency_max must be at least 1"),
+            ("[engine]\nloaded_max = 0\n", "[engine] loaded_max must be at least 1"),
+            ("[limits]\ngpu_kernel_ms_max = 50001\n", "[limits] gpu_kernel_ms_max must be at most 50000"),
+            ("[tenant.a]\nhostcall_bytes_max = 0\n", "[tenant.a] hostcall_bytes_max must be at least 1"),
+        ] {
+            assert_eq!(Config::parse(text).unwrap_err(), expect);
+        }
     }
 }

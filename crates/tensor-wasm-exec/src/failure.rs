@@ -50,10 +50,19 @@ pub enum Rejection {
     TooLarge { what: &'static str, bytes_max: usize, limit: &'static str },
     #[error("tenant {tenant:?} exceeds its rate of {per_second} requests per second")]
     RateLimited { tenant: String, per_second: f64, retry_after: Duration },
-    #[error("tenant {tenant:?} has {running} calls running and {queued} waiting, which is its limit; {why}")]
+    #[error(
+        "tenant {tenant:?} has {running} calls running and {queued} waiting, which is its limit ([limits] \
+         concurrency_max, queue_max); {why}"
+    )]
     TenantBusy { tenant: String, running: usize, queued: usize, why: &'static str, retry_after: Duration },
     #[error("the server is full: {running} calls running, {queued} waiting; {why}")]
     ServerBusy { running: usize, queued: usize, why: &'static str, retry_after: Duration },
+    #[error("tenant {tenant:?} is short of {shortage}")]
+    TenantShort { tenant: String, shortage: Shortage, retry_after: Duration },
+    #[error("the server is short of {shortage}")]
+    ServerShort { shortage: Shortage, retry_after: Duration },
+    #[error("the function is still being compiled; ask again in a moment")]
+    StillCompiling { retry_after: Duration },
     #[error("tenant {tenant:?} has {queued} unfinished jobs, which is its limit ([limits] jobs_max)")]
     TooManyJobs { tenant: String, queued: usize, retry_after: Duration },
     #[error("the server is shutting down")]
@@ -64,6 +73,17 @@ pub enum Rejection {
     Storage { why: String },
     #[error("{name:?} revision {revision} is quarantined: {why}; deploy it again to bring it back")]
     Quarantined { name: String, revision: String, why: String },
+}
+
+/// Something that others hold at the moment: what, how much of it there is, the limit's name, and what to do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what}: {max} is all there may be at once ({limit}); {instead}")]
+pub struct Shortage {
+    pub what: &'static str,
+    /// With its unit.
+    pub max: String,
+    pub limit: &'static str,
+    pub instead: &'static str,
 }
 
 /// The guest's doing. The instance it happened in is never used again.
@@ -79,8 +99,11 @@ pub enum Fault {
     BadResponse { why: String },
     #[error("the guest wrote more than {bytes_max} bytes of output ([limits] output_bytes_max)")]
     OutputTooLarge { bytes_max: usize },
-    #[error("the guest cannot start: {why}")]
-    Start { why: String },
+    #[error(
+        "the guest handed the host more than {bytes_max} bytes in one call ([limits] hostcall_bytes_max; each value \
+         of a result counts about 40); pass it in parts, or as octets (list<u8>, application/octet-stream)"
+    )]
+    HostcallTooLarge { bytes_max: usize },
 }
 
 /// Ours. The message is for the log; the caller learns only that it happened.
@@ -126,9 +149,8 @@ impl Fault {
         match self {
             Fault::Deadline { .. } => "invoke_timeout",
             Fault::BadResponse { .. } => "guest_bad_response",
-            Fault::Trap { .. } | Fault::Exit { .. } | Fault::OutputTooLarge { .. } | Fault::Start { .. } => {
-                "guest_trap"
-            }
+            Fault::HostcallTooLarge { .. } => "hostcall_too_large",
+            Fault::Trap { .. } | Fault::Exit { .. } | Fault::OutputTooLarge { .. } => "guest_trap",
         }
     }
 }
@@ -150,8 +172,14 @@ impl Rejection {
             Rejection::ModuleMemoryTooLarge { .. } => "module_memory_too_large",
             Rejection::TooLarge { .. } => "body_too_large",
             Rejection::RateLimited { .. } => "rate_limited",
-            Rejection::TenantBusy { .. } | Rejection::TooManyJobs { .. } => "tenant_capacity_exhausted",
-            Rejection::ServerBusy { .. } | Rejection::ShuttingDown | Rejection::Storage { .. } => "capacity_exhausted",
+            Rejection::TenantBusy { .. } | Rejection::TenantShort { .. } | Rejection::TooManyJobs { .. } => {
+                "tenant_capacity_exhausted"
+            }
+            Rejection::ServerBusy { .. }
+            | Rejection::ServerShort { .. }
+            | Rejection::StillCompiling { .. }
+            | Rejection::ShuttingDown
+            | Rejection::Storage { .. } => "capacity_exhausted",
             Rejection::Conflict { .. } | Rejection::Quarantined { .. } => "conflict",
         }
     }
@@ -162,6 +190,9 @@ impl Rejection {
             Rejection::RateLimited { retry_after, .. }
             | Rejection::TenantBusy { retry_after, .. }
             | Rejection::ServerBusy { retry_after, .. }
+            | Rejection::TenantShort { retry_after, .. }
+            | Rejection::ServerShort { retry_after, .. }
+            | Rejection::StillCompiling { retry_after }
             | Rejection::TooManyJobs { retry_after, .. } => Some(*retry_after),
             Rejection::ShuttingDown | Rejection::Storage { .. } => Some(Duration::from_secs(5)),
             _ => None,

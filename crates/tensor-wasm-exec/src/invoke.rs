@@ -18,13 +18,13 @@ use tokio::sync::{mpsc, oneshot};
 use crate::admission::{Account, Admitted, Permit};
 use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
 use crate::config::Limits;
-use crate::engine::pool::{Entry, Instance, Lease, Loaded, Pool};
+use crate::engine::EngineKind;
+use crate::engine::pool::{EntryPoint, Instance, Lease, LinkedRevision, Pool};
 use crate::failure::{Bug, Failure, Fault, Rejection};
-use crate::guest::component::Args;
 use crate::guest::http::{self, Exchange};
 use crate::guest::running::{Given, RunningCall, Surroundings, Used};
 use crate::guest::stdio::Sink;
-use crate::guest::supervise::{Stopped, Supervised};
+use crate::guest::supervise::Supervised;
 use crate::guest::{GuestError, command, component, core};
 use crate::runtime::Runtime;
 
@@ -57,6 +57,8 @@ pub enum Call {
 pub struct Outcome {
     call: Arc<RunningCall>,
     pub output: Output,
+    /// The export returned the error case of its `result`. The call itself went well.
+    pub is_err: bool,
     pub usage: Usage,
 }
 
@@ -69,8 +71,8 @@ pub enum Output {
 /// What a call cost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Usage {
-    /// CPU time of the guest, of the host functions it called and of what was done to start it. Exact once a call has moved
-    /// to the background; before, the time its slices took on the serving thread.
+    /// CPU time of the guest, of the host functions it called and of what was done to start it. Exact once a call has
+    /// moved to the background; before, the time its slices took on the serving thread.
     pub cpu_us: u64,
     /// From arrival to the end (to the response's head, for HTTP), waiting included.
     pub wall_us: u64,
@@ -102,14 +104,15 @@ impl Runtime {
         let Admitted { permit, account, waited } = admitted;
 
         let mut begun = waited.is_zero().then_some(arrived);
-        let loaded = match self.pool.loaded(&revision.revision, revision.settings.memory) {
-            Some(loaded) => loaded,
+        let engine = EngineKind::of(revision.flavor, revision.settings.memory);
+        let linked = match self.pool.loaded(&revision.revision, engine) {
+            Some(linked) => linked,
             None => {
                 begun = None;
                 self.load_within(&serving, &account, arrived + patience).await?
             }
         };
-        let (entered, given) = prepare(&loaded.entry, invocation.call, &account.limits)?;
+        let (prepared, given) = prepare(&linked.entry, invocation.call, &account.limits)?;
         let call = Arc::new(RunningCall {
             id: invocation.id,
             surroundings: self.surroundings.clone(),
@@ -122,26 +125,27 @@ impl Runtime {
             serving,
             used: Used::default(),
         });
-        let guest = Guest { pool: self.pool.clone(), loaded, permit, call: call.clone(), given };
-        let ended = match entered {
-            Entered::Http(request) => Box::pin(self.exchange(guest, request, begun)).await,
-            Entered::Call(entered) => self.call(guest, entered, begun).await,
+        let run = GuestRun { pool: self.pool.clone(), linked, permit, call: call.clone(), given };
+        let ended = match prepared {
+            PreparedCall::Http(request) => {
+                let response = Box::pin(self.exchange(run, request, begun)).await;
+                response.map(|output| Returned { output, is_err: false })
+            }
+            PreparedCall::Guest(prepared) => self.call(run, prepared, begun).await,
         };
-        match ended {
-            Ok(output @ Output::Response(_)) => Ok(Outcome { output, usage: call.usage_now(), call }),
-            Ok(output) => Ok(Outcome { output, usage: call.usage(), call }),
-            Err(failed) => Err(failed.into_failure(call.usage_now())),
-        }
+        let Returned { output, is_err } = ended.map_err(|error| error.into_failure(call.usage_now()))?;
+        let usage = if matches!(output, Output::Response(_)) { call.usage_now() } else { call.usage() };
+        Ok(Outcome { output, is_err, usage, call })
     }
 
-    /// Loads on the background runtime: it reads and may compile, which a serving thread must not; and a caller who leaves
-    /// does not undo it for the next.
+    /// Loads on the background runtime: it reads and may compile, which a serving thread must not; and a caller who
+    /// leaves does not undo it for the next.
     async fn load_within(
         &self,
         serving: &Serving,
         account: &Arc<Account>,
         deadline: Instant,
-    ) -> Result<Arc<Loaded>, Failure> {
+    ) -> Result<Arc<LinkedRevision>, Failure> {
         let (runtime, serving, account) = (self.shared()?, serving.clone(), account.clone());
         let deadline = deadline.min(Instant::now() + Duration::from_millis(account.limits.deadline_ms_max));
         let loading = self
@@ -149,39 +153,28 @@ impl Runtime {
             .spawn(async move { runtime.load(&serving.function.name, serving.revision(), &account).await });
         match tokio::time::timeout_at(deadline.into(), loading).await {
             Ok(loaded) => loaded.map_err(|e| Bug(e.to_string()))?,
-            Err(_) => {
-                let depth = self.admission.depth();
-                Err(Failure::Rejected(Rejection::ServerBusy {
-                    running: depth.running,
-                    queued: depth.waiting,
-                    why: "the function is still being compiled",
-                    retry_after: Duration::from_secs(1),
-                }))
-            }
+            Err(_) => Err(Rejection::StillCompiling { retry_after: Duration::from_secs(1) }.into()),
         }
     }
 
-    async fn call(&self, guest: Guest, entered: GuestCall, begun: Option<Instant>) -> Result<Output, http::Failed> {
-        let call = guest.call.clone();
+    async fn call(&self, run: GuestRun, prepared: GuestCall, begun: Option<Instant>) -> Result<Returned, GuestError> {
+        let call = run.call.clone();
         let deadline_ms = call.deadline_ms;
-        match Supervised::new(Box::pin(guest.run(entered)), call, begun).await {
-            Ok(result) => Ok(result?),
-            Err(Stopped::AtDeadline) => Err(GuestError::from(Fault::Deadline { deadline_ms }).into()),
-            Err(Stopped::Panicked(message)) => Err(http::Failed::Panicked(message)),
-        }
+        let ended = Supervised::new(Box::pin(run.run(prepared)), call, begun).await;
+        ended.unwrap_or_else(|stopped| Err(stopped.into_error(deadline_ms)))
     }
 
     async fn exchange(
         &self,
-        guest: Guest,
+        run: GuestRun,
         request: http::Request,
         begun: Option<Instant>,
-    ) -> Result<Output, http::Failed> {
+    ) -> Result<Output, GuestError> {
         let (head, response) = oneshot::channel();
         let failed = Arc::new(AtomicBool::new(false));
-        let call = guest.call.clone();
+        let call = run.call.clone();
         let deadline_ms = call.deadline_ms;
-        let running = Box::pin(guest.exchange(Exchange { request, head, failed: failed.clone() }));
+        let running = Box::pin(run.exchange(Exchange { request, head, failed: failed.clone() }));
         let supervised = Supervised::new(running, call, begun);
         http::respond(supervised, response, failed, deadline_ms)
             .await
@@ -214,23 +207,43 @@ fn deadline_ms(asked: Option<Duration>, revision: &RevisionRecord, account: &Acc
 }
 
 /// A call that fits its function: the export exists and the arguments have its types. Nothing is instantiated yet.
-enum Entered {
-    Call(GuestCall),
+enum PreparedCall {
+    Guest(GuestCall),
     Http(http::Request),
 }
 
 enum GuestCall {
     Core { export: usize, args: Vec<wasmtime::Val> },
-    Component { export: usize, args: Vec<wasmtime::component::Val>, bytes_out: bool },
+    Component { export: usize, args: Vec<wasmtime::component::Val> },
+    Octets { export: usize, octets: component::Octets, body: Bytes },
     Command { bytes_out: bool },
 }
 
+/// What an export is called with.
+enum Args {
+    Json(Value),
+    /// For exports of one `list<u8>` parameter, and commands.
+    Bytes(Bytes),
+}
+
+/// What a guest's call amounts to.
+struct Returned {
+    output: Output,
+    is_err: bool,
+}
+
+impl From<Output> for Returned {
+    fn from(output: Output) -> Returned {
+        Returned { output, is_err: false }
+    }
+}
+
 /// Reads a call as one of its function's, with what its guest gets besides (most get nothing).
-fn prepare(entry: &Entry, call: Call, limits: &Limits) -> Result<(Entered, Option<Box<Given>>), Rejection> {
+fn prepare(entry: &EntryPoint, call: Call, limits: &Limits) -> Result<(PreparedCall, Option<Box<Given>>), Rejection> {
     let (export, args, stdin, stdout) = match call {
         Call::Http(request) => {
             return match entry {
-                Entry::HttpP2(_) | Entry::HttpP3(_) => Ok((Entered::Http(request), None)),
+                EntryPoint::HttpP2(_) | EntryPoint::HttpP3(_) => Ok((PreparedCall::Http(request), None)),
                 _ => Err(Rejection::WrongKind {
                     kind: entry.kind(),
                     instead: "it has no wasi:http handler; use POST /functions/NAME/invoke".to_owned(),
@@ -244,58 +257,61 @@ fn prepare(entry: &Entry, call: Call, limits: &Limits) -> Result<(Entered, Optio
     let as_command = |args, stdin, bytes_out, stdout: Option<mpsc::Sender<Bytes>>| {
         let result = Sink::Result { bytes_max: limits.output_bytes_max };
         let given = Given { args, stdin, stdout: stdout.map_or(result, Sink::Stream) };
-        Ok((Entered::Call(GuestCall::Command { bytes_out }), Some(Box::new(given))))
+        Ok((PreparedCall::Guest(GuestCall::Command { bytes_out }), Some(Box::new(given))))
     };
     let call = match (entry, args) {
-        (Entry::HttpP2(_) | Entry::HttpP3(_), _) => {
+        (EntryPoint::HttpP2(_) | EntryPoint::HttpP3(_), _) => {
             let instead = "send a request to /run/NAME/…".to_owned();
             return Err(Rejection::WrongKind { kind: entry.kind(), instead });
         }
-        (Entry::Core { exports, .. }, Args::Json(args)) => {
+        (EntryPoint::Core { exports, .. }, Args::Json(args)) => {
             let (export, args) = core::prepare(exports, export.as_deref(), &args)?;
             GuestCall::Core { export, args }
         }
-        (Entry::Core { .. }, Args::Bytes(_)) => {
+        (EntryPoint::Core { .. }, Args::Bytes(_)) => {
             let why = "exports of a core module take numbers; call it with JSON".to_owned();
             return Err(Rejection::InvalidArgs { why });
         }
-        (Entry::Component { exports, .. }, args) => {
-            let bytes_out = matches!(args, Args::Bytes(_));
+        (EntryPoint::Component { exports, .. }, Args::Json(args)) => {
             let (export, args) = component::prepare(exports, export.as_deref(), &args)?;
-            GuestCall::Component { export, args, bytes_out }
+            GuestCall::Component { export, args }
         }
-        (Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_), Args::Bytes(body)) => {
+        (EntryPoint::Component { exports, .. }, Args::Bytes(body)) => {
+            let (export, octets) = component::prepare_octets(exports, export.as_deref(), &body, limits)?;
+            GuestCall::Octets { export, octets, body }
+        }
+        (EntryPoint::CoreCommand(_) | EntryPoint::CommandP2(_) | EntryPoint::CommandP3(_), Args::Bytes(body)) => {
             return as_command(Vec::new(), body, true, stdout);
         }
-        (Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_), Args::Json(args)) => {
+        (EntryPoint::CoreCommand(_) | EntryPoint::CommandP2(_) | EntryPoint::CommandP3(_), Args::Json(args)) => {
             return as_command(command::args(&args)?, stdin, false, stdout);
         }
     };
     let streamed = |stdout| Box::new(Given { args: Vec::new(), stdin: Bytes::new(), stdout: Sink::Stream(stdout) });
-    Ok((Entered::Call(call), stdout.map(streamed)))
+    Ok((PreparedCall::Guest(call), stdout.map(streamed)))
 }
 
 /// Everything a guest needs to run by itself, on whatever thread.
-struct Guest {
+struct GuestRun {
     pool: Arc<Pool>,
-    loaded: Arc<Loaded>,
+    linked: Arc<LinkedRevision>,
     permit: Permit,
     call: Arc<RunningCall>,
     given: Option<Box<Given>>,
 }
 
-impl Guest {
-    async fn run(self, entered: GuestCall) -> Result<Output, GuestError> {
-        let Guest { pool, loaded, permit, call, given } = self;
+impl GuestRun {
+    async fn run(self, prepared: GuestCall) -> Result<Returned, GuestError> {
+        let GuestRun { pool, linked, permit, call, given } = self;
         let mut settlement = Settlement::new(&call);
         let result = async {
             let _ticking = pool.engines.clock().ticking();
-            let mut lease = pool.lease(&loaded, permit, &call, given).await?;
-            let output = call_in(&mut lease, &loaded.entry, entered, &call.used).await?;
+            let mut lease = pool.lease(&linked, permit, &call, given).await?;
+            let returned = call_in(&mut lease, &linked.entry, prepared, &call).await?;
             if call.serving.revision().settings.reuse && call.may_reuse {
-                pool.keep(&loaded, &call.serving.function.id, lease);
+                pool.keep(&linked, &call.serving.function.id, lease);
             }
-            Ok(output)
+            Ok(returned)
         }
         .await;
         settlement.end(&result);
@@ -303,21 +319,22 @@ impl Guest {
     }
 
     async fn exchange(self, exchange: Exchange) -> Result<(), GuestError> {
-        let Guest { pool, loaded, permit, call, given } = self;
+        let GuestRun { pool, linked, permit, call, given } = self;
         let mut settlement = Settlement::new(&call);
         let result = async {
             let _ticking = pool.engines.clock().ticking();
-            let mut lease = pool.lease(&loaded, permit, &call, given).await?;
+            let mut lease = pool.lease(&linked, permit, &call, given).await?;
             match &mut lease.instance {
                 Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
                 Instance::HttpP3(service) => Box::pin(http::p3(&mut lease.store, service, exchange)).await?,
                 _ => return Err(mismatched()),
             }
-            match call.serving.revision().settings.reuse {
-                true => pool.keep(&loaded, &call.serving.function.id, lease),
-                // Resetting an instance takes about a tenth of a hello's time. On this thread's queue it happens after the
-                // response has left.
-                false => drop(tokio::spawn(async move { drop(lease) })),
+            if call.serving.revision().settings.reuse {
+                pool.keep(&linked, &call.serving.function.id, lease);
+            } else {
+                // Resetting an instance takes about a tenth of a hello's time. On this thread's queue it happens after
+                // the response has left.
+                drop(tokio::spawn(async move { drop(lease) }));
             }
             Ok(())
         }
@@ -327,22 +344,34 @@ impl Guest {
     }
 }
 
-async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, used: &Used) -> Result<Output, GuestError> {
+async fn call_in(
+    lease: &mut Lease,
+    entry: &EntryPoint,
+    prepared: GuestCall,
+    call: &RunningCall,
+) -> Result<Returned, GuestError> {
     let Lease { store, instance, .. } = lease;
-    match (call, &*instance, entry) {
-        (GuestCall::Core { export, args }, Instance::Core(instance), Entry::Core { exports, .. }) => {
-            core::call(store, instance, &exports[export], &args).await.map(Output::Value)
+    match (prepared, &*instance, entry) {
+        (GuestCall::Core { export, args }, Instance::Core(instance), EntryPoint::Core { exports, .. }) => {
+            let value = core::call(store, instance, &exports[export], &args).await?;
+            Ok(Output::Value(value).into())
         }
         (
-            GuestCall::Component { export, args, bytes_out },
+            GuestCall::Component { export, args },
             Instance::Component(instance),
-            Entry::Component { exports, .. },
+            EntryPoint::Component { exports, .. },
         ) => {
             let results = Box::pin(component::call(store, instance, &exports[export], &args)).await?;
-            match bytes_out {
-                true => component::to_bytes(&results).map(Output::Bytes),
-                false => Ok(Output::Value(component::to_json(&results))),
-            }
+            let is_err = component::is_err(&results);
+            Ok(Returned { output: Output::Value(component::to_json(&results)), is_err })
+        }
+        (
+            GuestCall::Octets { export, octets, body },
+            Instance::Component(instance),
+            EntryPoint::Component { exports, .. },
+        ) => {
+            let called = component::call_octets(store, instance, &exports[export], octets, &body);
+            Ok(Output::Bytes(Box::pin(called).await?).into())
         }
         (GuestCall::Command { bytes_out }, instance, _) => {
             let exit_code = match instance {
@@ -351,26 +380,29 @@ async fn call_in(lease: &mut Lease, entry: &Entry, call: GuestCall, used: &Used)
                 Instance::CommandP3(command) => Box::pin(command::p3(store, command)).await?,
                 _ => return Err(mismatched()),
             };
-            let stdout = std::mem::take(&mut *used.captured.stdout.lock());
-            match bytes_out {
-                true if exit_code == 0 => Ok(Output::Bytes(Bytes::from(stdout))),
-                true => Err(Fault::Exit { code: exit_code }.into()),
-                false => {
-                    let stdout = String::from_utf8_lossy(&stdout);
-                    let stderr = used.captured.stderr.lock();
-                    let stderr = String::from_utf8_lossy(&stderr);
-                    Ok(Output::Value(json!({ "exit_code": exit_code, "stdout": stdout, "stderr": stderr })))
-                }
+            let stdout = call.take_stdout();
+            if bytes_out && exit_code != 0 {
+                return Err(Fault::Exit { code: exit_code }.into());
             }
+            if bytes_out {
+                return Ok(Output::Bytes(Bytes::from(stdout)).into());
+            }
+            let stdout = String::from_utf8_lossy(&stdout);
+            let stderr = call.used.captured.stderr.lock();
+            let stderr = String::from_utf8_lossy(&stderr);
+            Ok(Output::Value(json!({ "exit_code": exit_code, "stdout": stdout, "stderr": stderr })).into())
         }
         _ => Err(mismatched()),
     }
 }
 
-/// The entry and the instance made from it disagree: cannot happen, and harms only this call if it does.
+/// The entry point and the instance made from it disagree: cannot happen, and harms only this call if it does.
 fn mismatched() -> GuestError {
-    Fault::Start { why: "the instance is not of the kind its revision was deployed as".to_owned() }.into()
+    Bug("the instance is not of the kind its revision was deployed as".to_owned()).into()
 }
+
+/// What a function's log says where the server's has the details.
+const OUR_BUG: &str = "stopped by an internal error of the server; it is not the function's fault";
 
 /// Settles a call when it is over, however it ended: keeps its output for `logs` and counts its fault.
 struct Settlement<'a> {
@@ -384,11 +416,7 @@ impl<'a> Settlement<'a> {
     }
 
     fn end<T>(&mut self, result: &Result<T, GuestError>) {
-        self.ended = Some(match result {
-            Ok(_) => Ok(()),
-            Err(GuestError::Faulted(fault)) => Err(fault.clone().into()),
-            Err(GuestError::Rejected(rejection)) => Err(rejection.clone().into()),
-        });
+        self.ended = Some(result.as_ref().map(drop).map_err(Clone::clone));
     }
 }
 
@@ -402,6 +430,8 @@ impl Drop for Settlement<'_> {
                 metrics.invocation_faults.inc();
                 Some(fault.to_string())
             }
+            Some(Err(GuestError::Bug(_))) => Some(OUR_BUG.to_owned()),
+            None if std::thread::panicking() => Some(OUR_BUG.to_owned()),
             None => Some("stopped: it met its deadline or its caller went away".to_owned()),
         };
         let dropped = self.call.used.captured.dropped_bytes.load(Ordering::Relaxed);

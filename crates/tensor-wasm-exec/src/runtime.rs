@@ -17,9 +17,9 @@ use crate::catalog::{
     check_name, now_ms,
 };
 use crate::config::Config;
-use crate::engine::Engines;
 use crate::engine::compile::Compiler;
-use crate::engine::pool::{Loaded, Pool};
+use crate::engine::pool::{LinkedRevision, Pool};
+use crate::engine::{EngineKind, Engines};
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
@@ -253,7 +253,7 @@ impl Runtime {
         name: &str,
         revision: &RevisionRecord,
         account: &Account,
-    ) -> Result<Arc<Loaded>, Failure> {
+    ) -> Result<Arc<LinkedRevision>, Failure> {
         let id = &revision.revision;
         let recompile = async || {
             let (catalog, source) = (self.catalog.clone(), id.clone());
@@ -318,7 +318,7 @@ impl Runtime {
                     continue;
                 }
                 let memory = revision.settings.memory;
-                let engine = self.engines.id(revision.flavor, memory);
+                let engine = self.engines.id(EngineKind::of(revision.flavor, memory));
                 if self.catalog.artifact_digest(&revision.revision, engine).is_none() {
                     let account = self.admission.account(&function.tenant);
                     if let Err(error) = self.compile(&revision.revision, &account, memory).await {

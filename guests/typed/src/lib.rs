@@ -20,6 +20,10 @@ impl Guest for Typed {
         bytes.to_ascii_uppercase()
     }
 
+    fn text(bytes: Vec<u8>) -> Result<String, String> {
+        String::from_utf8(bytes).map_err(|e| e.to_string())
+    }
+
     fn initial(text: String) -> Option<char> {
         text.chars().next()
     }
@@ -69,6 +73,10 @@ impl Shapes for Typed {
 
     fn invert(m: Marks) -> Marks {
         !m
+    }
+
+    fn rest(bytes: Vec<u8>) -> Result<Vec<u8>, Color> {
+        bytes.get(1..).map(<[u8]>::to_vec).ok_or(Color::Red)
     }
 }
 

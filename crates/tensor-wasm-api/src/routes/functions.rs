@@ -344,7 +344,7 @@ async fn change<R: serde::de::DeserializeOwned>(
         Err(error) => return error.into_response(),
     };
     let result = async {
-        let body = body::read(gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
+        let body = body::read_call(gateway, &tenant, body).await?;
         let request = super::invoke::parse_json(&body.bytes)?;
         let function = gateway.runtime.catalog.resolve(&tenant, f)?;
         let shares = shares(&function, request)?;

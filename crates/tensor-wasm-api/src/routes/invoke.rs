@@ -40,6 +40,8 @@ pub(crate) struct InvokeResponse {
     pub revision: String,
     #[schema(value_type = Object)]
     pub result: Value,
+    /// The export returned the error case of its `result`: `{"err": …}` is an error and not a record of that field.
+    pub is_err: bool,
     pub usage: UsageView,
 }
 
@@ -85,7 +87,7 @@ pub(crate) async fn invoke(
     let result = async {
         // Known before the body is read: a flood of calls to nothing costs little.
         gateway.runtime.catalog.resolve(&tenant, &f)?;
-        let body = body::read(&gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
+        let body = body::read_call(&gateway, &tenant, body).await?;
         let is_bytes = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(OCTETS.as_bytes()));
         let (call, deadline_ms) = if is_bytes {
             (Call::Bytes { export: query.export, body: body.bytes.clone() }, None)
@@ -109,11 +111,12 @@ pub(crate) async fn invoke(
 
 fn answer(outcome: Outcome, output_bytes_max: usize) -> Result<Response, ApiError> {
     let (function_id, revision) = (outcome.function_id().to_owned(), outcome.revision().as_str().to_owned());
-    let Outcome { output, usage, .. } = outcome;
+    let Outcome { output, is_err, usage, .. } = outcome;
     let too_large = || Failure::Faulted(Fault::OutputTooLarge { bytes_max: output_bytes_max }, usage);
     match output {
         Output::Value(result) => {
-            let json = serde_json::to_vec(&InvokeResponse { function_id, revision, result, usage: usage.into() });
+            let json =
+                serde_json::to_vec(&InvokeResponse { function_id, revision, result, is_err, usage: usage.into() });
             let json = json.map_err(|e| ApiError::from(Failure::Bug(tensor_wasm_exec::Bug(e.to_string()))))?;
             if json.len() > output_bytes_max {
                 return Err(too_large().into());
@@ -139,5 +142,5 @@ pub(crate) fn done(outcome: Outcome) -> Json<InvokeResponse> {
         Output::Value(value) => value,
         Output::Bytes(_) | Output::Response(_) => Value::Null,
     };
-    Json(InvokeResponse { function_id, revision, result, usage: outcome.usage.into() })
+    Json(InvokeResponse { function_id, revision, result, is_err: outcome.is_err, usage: outcome.usage.into() })
 }

@@ -103,7 +103,7 @@ pub(crate) async fn submit(
         Err(error) => return error.into_response(),
     };
     let result = async {
-        let body = body::read(&gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
+        let body = body::read_call(&gateway, &tenant, body).await?;
         let SubmitRequest { export, args, stdin, attempts } = parse_json(&body.bytes)?;
         let idempotency_key = match headers.get(IDEMPOTENCY_KEY).map(|v| v.to_str()) {
             None => None,

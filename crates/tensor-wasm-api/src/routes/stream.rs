@@ -44,7 +44,7 @@ pub(crate) async fn invoke(
     };
     let result = async {
         gateway.runtime.catalog.resolve(&tenant, &f)?;
-        let body = body::read(&gateway, &tenant, body, gateway.runtime.config.server.body_bytes_max).await?;
+        let body = body::read_call(&gateway, &tenant, body).await?;
         let InvokeRequest { export, args, stdin, deadline_ms } = parse_json(&body.bytes)?;
         let (stdout, chunks) = mpsc::channel(CHUNKS_WAITING_MAX);
         let invocation = Invocation {

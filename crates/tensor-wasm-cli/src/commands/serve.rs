@@ -1,3 +1,5 @@
+#![expect(clippy::print_stdout, reason = "--print-config")]
+
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -30,6 +32,9 @@ pub(crate) struct Serve {
     /// Limits and tenants (TOML); defaults apply without one.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
+    /// Print the configuration this would serve with, every key explained, and exit.
+    #[arg(long)]
+    print_config: bool,
 }
 
 impl Serve {
@@ -51,6 +56,10 @@ impl Serve {
             config.limits.rate_burst = burst;
         }
         config.check().map_err(Failed::Usage)?;
+        if self.print_config {
+            print!("{}", config.explained().map_err(Failed::No)?);
+            return Ok(ExitCode::SUCCESS);
+        }
         // Each connection is a file; the soft limit is for programs that use select(2).
         let files = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         let raised = rustix::process::Rlimit { current: files.maximum, maximum: files.maximum };

@@ -54,6 +54,26 @@ fn a_public_address_needs_tokens() {
 }
 
 #[test]
+fn the_configuration_is_printed_with_what_every_key_means() {
+    let data = tempfile::tempdir().unwrap();
+    let (given, printed) = (data.path().join("given.toml"), data.path().join("printed.toml"));
+    std::fs::write(&given, "[limits]\nqueue_max = 3\n[tenant.a]\nweight = 2\n").unwrap();
+    let print = |file: &std::path::Path| {
+        let output = crate::support::tensor_wasm(&["serve", "--print-config", "--config", file.to_str().unwrap()]);
+        assert_eq!(output.status.code(), Some(0), "{}", crate::support::stderr(&output));
+        crate::support::stdout(&output)
+    };
+    let text = print(&given);
+    for line in
+        ["# Calls waiting for a place.", "queue_max = 3", "[tenant.a]", "weight = 2", "body_bytes_max = 16777216"]
+    {
+        assert!(text.lines().any(|found| found == line), "{line}: {text}");
+    }
+    std::fs::write(&printed, &text).unwrap();
+    assert_eq!(print(&printed), text, "read back, it is the same");
+}
+
+#[test]
 fn rates_are_limited_per_tenant() {
     let env = |options: Options| {
         options.env("TENSOR_WASM_API_RATE_LIMIT_QPS", "1").env("TENSOR_WASM_API_RATE_LIMIT_BURST", "3")

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader};
 
 use serde_json::json;
 
-use crate::support::{Server, send};
+use crate::support::{Options, Server, send};
 
 fn typed() -> Server {
     let server = Server::start();
@@ -102,6 +102,68 @@ fn bytes_in_and_bytes_out() {
     assert!(refused.refused(400, "invalid_args").contains("list<u8>"));
     // A command reads them from stdin and answers on stdout; without arguments it greets.
     assert_eq!(server.request("POST", "/functions/command/invoke", &octets, b"x").text(), "hello, world\n");
+}
+
+#[test]
+fn as_many_octets_as_the_body_limit_says() {
+    let server = typed();
+    let octets = [("content-type", "application/octet-stream")];
+    let upper = |server: &Server, n: usize| {
+        server.request("POST", "/functions/typed/invoke?export=upper", &octets, &vec![b'a'; n])
+    };
+    let large = upper(&server, 15 << 20);
+    assert_eq!(large.status, 200, "{}", large.text().chars().take(300).collect::<String>());
+    assert_eq!((large.bytes.len(), large.bytes.iter().all(|b| *b == b'A')), (15 << 20, true));
+    let message = upper(&server, (16 << 20) + 1).refused(413, "body_too_large");
+    assert!(message.contains("16777216 bytes ([server] body_bytes_max)"), "{message}");
+    // What comes back has a limit of its own, and is the tenant's memory until it is sent.
+    let server = Server::with(Options::config("[limits]\noutput_bytes_max = 1000\n"));
+    server.deploy("typed", "typed.wasm");
+    assert_eq!(upper(&server, 1000).status, 200);
+    let message = upper(&server, 1001).refused(422, "guest_trap");
+    assert!(message.contains("more than 1000 bytes of output ([limits] output_bytes_max)"), "{message}");
+}
+
+#[test]
+fn octets_come_back_from_results_too() {
+    let server = typed();
+    let octets = [("content-type", "application/octet-stream")];
+    let call = |export: &str, body: &[u8]| {
+        server.request("POST", &format!("/functions/typed/invoke?export={export}"), &octets, body)
+    };
+    assert_eq!(call("text", "grüße".as_bytes()).bytes, "grüße".as_bytes());
+    assert!(call("text", b"\xff").refused(422, "guest_trap").contains("the export returned an error"));
+    assert_eq!(call("rest", b"abc").bytes, b"bc");
+    assert!(call("rest", b"").refused(422, "guest_trap").contains("red"));
+    // An error type of the component's own is carried by values, of which a body may be no more than fit.
+    let message = call("rest", &vec![0; 15 << 20]).refused(413, "body_too_large");
+    assert!(message.contains("hostcall_bytes_max"), "{message}");
+    assert!(call("counter", b"").refused(400, "invalid_args").contains("does not take bytes"));
+}
+
+#[test]
+fn a_result_that_is_an_error_says_so() {
+    let server = typed();
+    let divide = |b: i32| server.invoke("typed", &format!(r#"{{"export":"divide","args":[7,{b}]}}"#)).ok();
+    assert_eq!((divide(2)["is_err"].clone(), divide(2)["result"].clone()), (json!(false), json!({ "ok": 3 })));
+    let failed = divide(0);
+    assert_eq!((&failed["is_err"], &failed["result"]), (&json!(true), &json!({ "err": "7 / 0 has no answer" })));
+    assert_eq!(server.invoke("typed", r#"{"export":"greet","args":["x"]}"#).ok()["is_err"], false);
+}
+
+#[test]
+fn a_command_of_both_worlds_is_run_by_the_newer_export() {
+    let server = Server::start();
+    server.deploy("p3", "command-p3.wasm");
+    let run = |args: &str| server.invoke("p3", &format!(r#"{{"args":{args}}}"#)).result();
+    assert_eq!(run("[]"), json!({ "exit_code": 0, "stdout": "hello from WASI 0.3\n", "stderr": "" }));
+    assert_eq!(run(r#"["sleep","5"]"#)["stdout"], "slept\n");
+    assert_eq!(run(r#"["nonsense"]"#)["exit_code"], 1);
+    assert_eq!(run(r#"["exit","7"]"#)["exit_code"], 7);
+    // Written by hand, without anything else in it.
+    let both = wat::parse_file(crate::support::root().join("guests/wat/both-runs.wat")).unwrap();
+    server.deploy_bytes("both", &both).ok();
+    assert_eq!(server.invoke("both", "{}").result()["exit_code"], 0);
 }
 
 #[test]
@@ -205,4 +267,22 @@ fn what_guests_write_is_in_the_logs() {
     let logs = server.get("/functions/typed/logs").ok();
     assert_eq!(logs["logs"][0]["stdout"], "HEAR!\nTHIS!\n");
     assert_eq!(logs["logs"][0]["dropped_bytes"], 0);
+}
+
+#[test]
+fn what_commands_write_is_in_the_logs_by_stream() {
+    let server = Server::with(Options::config("[limits]\nlog_bytes_max = 1000\n"));
+    server.deploy("command", "command.wasm");
+    let last = || server.get("/functions/command/logs?limit=1").ok()["logs"][0].clone();
+    server.invoke("command", r#"{"args":["hello","log"]}"#).ok();
+    assert_eq!((&last()["stdout"], &last()["stderr"]), (&json!("hello, log\n"), &json!("")));
+    server.invoke("command", r#"{"args":["exit","3"]}"#).ok();
+    assert_eq!((&last()["stdout"], &last()["stderr"]), (&json!(""), &json!("leaving\n")));
+    // A stream's and a large result's beginning is kept; the answer itself is whole.
+    let streamed = server.post("/functions/command/invoke-stream", r#"{"args":["hello","stream"]}"#).text();
+    assert_eq!(streamed.matches("hello, stream").count(), 1, "{streamed}");
+    assert_eq!(last()["stdout"], "hello, stream\n");
+    let whole = server.invoke("command", r#"{"args":["spam","1"]}"#).result();
+    assert_eq!(whole["stdout"].as_str().unwrap().len(), 65536);
+    assert_eq!((last()["stdout"].as_str().unwrap().len(), &last()["dropped_bytes"]), (1000, &json!(64536)));
 }

@@ -76,7 +76,8 @@ impl Admission {
             Decision::Rejected(rejection) => return Err(rejection),
             Decision::Waiting(ticket, account) => (ticket, account),
         };
-        // Boxed, as is every rare branch of a call: a future is as large as its largest branch, and moved into place whole.
+        // Boxed, as is every rare branch of a call: a future is as large as its largest branch, and moved into place
+        // whole.
         Box::pin(self.wait(ticket, account, turn, arrived, deadline)).await
     }
 

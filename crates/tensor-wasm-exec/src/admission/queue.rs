@@ -39,6 +39,13 @@ pub struct Account {
     pub(super) slot: Slot,
 }
 
+impl Account {
+    /// An account that no queue knows, for a program in the foreground.
+    pub(crate) fn foreground(limits: Limits) -> Account {
+        Account { name: "foreground".into(), limits, memory_used_bytes: AtomicU64::new(0), slot: Slot::MAX }
+    }
+}
+
 pub(super) type Slot = usize;
 pub(super) type Ticket = u64;
 

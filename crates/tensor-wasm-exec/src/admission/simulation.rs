@@ -1,4 +1,5 @@
-//! A seeded simulation of admission in virtual time: seconds of traffic in milliseconds, the same every time. It drives the very state machine the server uses.
+//! A seeded simulation of admission in virtual time: seconds of traffic in milliseconds, the same every time. It drives
+//! the very state machine the server uses.
 //!
 //! The claim under test: one tenant flooding does not move another tenant's 99th percentile by more than 2×.
 

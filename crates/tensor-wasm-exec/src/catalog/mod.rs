@@ -493,6 +493,11 @@ impl Serving {
         }
     }
 
+    /// The first revision of a function that has no traffic to choose by.
+    pub(crate) fn only(function: Arc<FunctionRecord>) -> Serving {
+        Serving { function, at: 0 }
+    }
+
     pub(crate) fn revision(&self) -> &RevisionRecord {
         &self.function.revisions[self.at]
     }

@@ -23,7 +23,7 @@ use crate::HashMap;
 use crate::admission::Account;
 use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
 use crate::config::{self, Config, Limits};
-use crate::engine::{Engines, compiler_config};
+use crate::engine::{EngineKind, Engines, compiler_config};
 use crate::failure::{Bug, Failure, Rejection};
 
 /// CPU seconds beyond the wall-clock limit times the cores it may use: a second net under the parent's timeout.
@@ -151,7 +151,7 @@ async fn install(
         Answer::Compiled { kind, flavor, .. } => Compiled { kind, flavor },
     };
     let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
-    let engine = engines.id(compiled.flavor, memory);
+    let engine = engines.id(EngineKind::of(compiled.flavor, memory));
     let digest = blake3::hash(&std::fs::read(scratch).map_err(storage)?).to_hex().to_string();
     // The digest is committed first: a crash in between leaves an old or absent file that does not match, which is
     // compiled again; never a file that is trusted without having been checked.
@@ -219,7 +219,7 @@ fn execute(order: &Order) -> Answer {
 fn try_execute(order: &Order) -> Result<Answer, String> {
     let source = std::fs::read(&order.source).map_err(|e| format!("{}: {e}", order.source.display()))?;
     let shape = shape_of(&source)?;
-    let settings = compiler_config(&order.engine, shape.flavor, order.memory);
+    let settings = compiler_config(&order.engine, EngineKind::of(shape.flavor, order.memory));
     let engine = wasmtime::Engine::new(&settings).map_err(|e| format!("{e:#}"))?;
     let code = match shape.component {
         true => engine.precompile_component(&source),
@@ -314,7 +314,8 @@ pub(crate) fn load(
     flavor: Flavor,
     memory: MemoryKind,
 ) -> Option<Code> {
-    let (engine, id) = (engines.get(flavor, memory), engines.id(flavor, memory));
+    let kind = EngineKind::of(flavor, memory);
+    let (engine, id) = (engines.get(kind), engines.id(kind));
     let expected = catalog.artifact_digest(revision, id)?;
     let path = catalog.files.artifact(revision, id);
     let bytes = std::fs::read(&path).ok()?;
@@ -390,7 +391,7 @@ mod tests {
         assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));
         // SAFETY: produced by `execute` above.
         #[expect(unsafe_code, reason = "the point of the test")]
-        let module = unsafe { Module::deserialize_file(&engines.plain, &output) };
+        let module = unsafe { Module::deserialize_file(engines.get(EngineKind::Plain), &output) };
         assert!(module.is_ok(), "{:?}", module.err());
     }
 }

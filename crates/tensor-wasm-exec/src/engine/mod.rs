@@ -1,11 +1,12 @@
 //! The Wasmtime engines: how guests are compiled, where their memory comes from, and the clock that interrupts them.
 //!
-//! There are two, alike but for one switch. Concurrency support (WASI 0.3, component-model async) makes every component
-//! call keep task bookkeeping, so components that do not use it run on the engine without.
+//! There are three, one for each [`EngineKind`]. Concurrency support (WASI 0.3, component-model async) makes every
+//! component call keep task bookkeeping, so components that do not use it run on the engine without. Core modules that
+//! pass kernels pointers into their own memory run on a third, whose memories the device sees.
 //!
-//! Memory comes from Wasmtime's pooling allocator with copy-on-write images. A slot is reset by scanning which of its
-//! pages were touched (`PAGEMAP_SCAN`) and copying those back, so that between two guests on the same slot nothing is
-//! unmapped, no page faults again and no other core's TLB is flushed.
+//! But for that third, memory comes from Wasmtime's pooling allocator with copy-on-write images. A slot is reset by
+//! scanning which of its pages were touched (`PAGEMAP_SCAN`) and copying those back, so that between two guests on the
+//! same slot nothing is unmapped, no page faults again and no other core's TLB is flushed.
 
 pub mod compile;
 pub mod cpu_kernels;
@@ -31,9 +32,9 @@ pub const TICK: Duration = Duration::from_millis(1);
 /// Without a guest running for this long, the clock stops ticking until the next one starts.
 const IDLE_TICKS: u32 = 100;
 
-/// What one call may take of the pool: a component from today's compilers has four core instances, one or two memories and
-/// three tables. The pool holds this much for every call that may run and for every instance that may be kept, so no tenant
-/// can take it from another. Slots cost address space only: 512 × 4 × 4 GiB are 8 of the 128 TiB there are.
+/// What one call may take of the pool: a component from today's compilers has four core instances, one or two memories
+/// and three tables. The pool holds this much for every call that may run and for every instance that may be kept, so
+/// no tenant can take it from another. Slots cost address space only: 512 × 4 × 4 GiB are 8 of the 128 TiB there are.
 pub(crate) const CORE_INSTANCES_PER_CALL: u32 = 16;
 pub(crate) const MEMORIES_PER_CALL: u32 = 4;
 pub(crate) const TABLES_PER_CALL: u32 = 8;
@@ -41,51 +42,84 @@ pub(crate) const TABLES_PER_CALL: u32 = 8;
 /// Room that Rust host functions need on the guest's stack beyond what the guest itself may use.
 const HOST_STACK_BYTES: usize = 512 << 10;
 
+/// Which engine a guest is compiled for and runs on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EngineKind {
+    /// Core modules, and components without WASI 0.3.
+    Plain,
+    /// Components of WASI 0.3.
+    Concurrent,
+    /// Core modules whose memories the device sees, instead of a pool's.
+    Pinned,
+}
+
+impl EngineKind {
+    pub const ALL: [EngineKind; 3] = [EngineKind::Plain, EngineKind::Concurrent, EngineKind::Pinned];
+
+    pub fn of(flavor: Flavor, memory: MemoryKind) -> EngineKind {
+        match (flavor, memory) {
+            (Flavor::Plain, MemoryKind::Pooled) => EngineKind::Plain,
+            (Flavor::Plain, MemoryKind::Pinned) => EngineKind::Pinned,
+            (Flavor::Concurrent, _) => EngineKind::Concurrent,
+        }
+    }
+}
+
+/// One of each kind of something.
+pub(crate) struct ByEngine<T>([T; EngineKind::ALL.len()]);
+
+impl<T> ByEngine<T> {
+    pub(crate) fn try_new(mut make: impl FnMut(EngineKind) -> wasmtime::Result<T>) -> wasmtime::Result<ByEngine<T>> {
+        let [plain, concurrent, pinned] = EngineKind::ALL;
+        Ok(ByEngine([make(plain)?, make(concurrent)?, make(pinned)?]))
+    }
+
+    pub(crate) fn get(&self, kind: EngineKind) -> &T {
+        &self.0[kind as usize]
+    }
+
+    pub(crate) fn iter(&self) -> std::slice::Iter<'_, T> {
+        self.0.iter()
+    }
+}
+
 pub struct Engines {
-    pub plain: wasmtime::Engine,
-    pub concurrent: wasmtime::Engine,
-    /// Like `plain`, with memories that the device sees instead of a pool's.
-    pub on_device: wasmtime::Engine,
+    engines: ByEngine<Identified>,
     pub(crate) pinned: Arc<PinnedMemories>,
-    plain_id: String,
-    concurrent_id: String,
-    on_device_id: String,
     clock: Arc<Clock>,
+}
+
+struct Identified {
+    engine: wasmtime::Engine,
+    id: String,
 }
 
 impl Engines {
     /// The engines guests run on.
     pub fn new(config: &Config) -> wasmtime::Result<Engines> {
-        let pooled = |flavor| {
-            let mut settings = compiler_config(&config.engine, flavor, MemoryKind::Pooled);
-            settings.allocation_strategy(InstanceAllocationStrategy::Pooling(pool(config)));
-            wasmtime::Engine::new(&settings)
-        };
-        let (plain, concurrent) = (pooled(Flavor::Plain)?, pooled(Flavor::Concurrent)?);
         let pinned = Arc::<PinnedMemories>::default();
-        let mut settings = compiler_config(&config.engine, Flavor::Plain, MemoryKind::Pinned);
-        settings.with_host_memory(Arc::new(Creator(pinned.clone())));
-        let on_device = wasmtime::Engine::new(&settings)?;
-        let clock = Clock::start(vec![plain.clone(), concurrent.clone(), on_device.clone()])?;
-        let (plain_id, concurrent_id, on_device_id) = (identity(&plain), identity(&concurrent), identity(&on_device));
-        Ok(Engines { plain_id, concurrent_id, on_device_id, plain, concurrent, on_device, pinned, clock })
+        let engines = ByEngine::try_new(|kind| {
+            let mut settings = compiler_config(&config.engine, kind);
+            match kind {
+                EngineKind::Plain | EngineKind::Concurrent => {
+                    settings.allocation_strategy(InstanceAllocationStrategy::Pooling(pool(config)))
+                }
+                EngineKind::Pinned => settings.with_host_memory(Arc::new(Creator(pinned.clone()))),
+            };
+            let engine = wasmtime::Engine::new(&settings)?;
+            Ok(Identified { id: identity(&engine), engine })
+        })?;
+        let clock = Clock::start(engines.iter().map(|made| made.engine.weak()).collect())?;
+        Ok(Engines { engines, pinned, clock })
     }
 
-    pub fn get(&self, flavor: Flavor, memory: MemoryKind) -> &wasmtime::Engine {
-        match (flavor, memory) {
-            (Flavor::Plain, MemoryKind::Pinned) => &self.on_device,
-            (Flavor::Plain, MemoryKind::Pooled) => &self.plain,
-            (Flavor::Concurrent, _) => &self.concurrent,
-        }
+    pub fn get(&self, kind: EngineKind) -> &wasmtime::Engine {
+        &self.engines.get(kind).engine
     }
 
     /// A name for everything that compiled code depends on: version, target, flags. Artifacts are kept under it.
-    pub fn id(&self, flavor: Flavor, memory: MemoryKind) -> &str {
-        match (flavor, memory) {
-            (Flavor::Plain, MemoryKind::Pinned) => &self.on_device_id,
-            (Flavor::Plain, MemoryKind::Pooled) => &self.plain_id,
-            (Flavor::Concurrent, _) => &self.concurrent_id,
-        }
+    pub fn id(&self, kind: EngineKind) -> &str {
+        &self.engines.get(kind).id
     }
 
     pub(crate) fn clock(&self) -> &Clock {
@@ -94,7 +128,7 @@ impl Engines {
 }
 
 /// What decides the compiled code. The compile worker uses it without a pool, which does not affect code.
-pub fn compiler_config(engine: &crate::config::Engine, flavor: Flavor, memory: MemoryKind) -> wasmtime::Config {
+pub fn compiler_config(engine: &crate::config::Engine, kind: EngineKind) -> wasmtime::Config {
     let mut config = wasmtime::Config::new();
     config
         .cranelift_opt_level(match engine.optimize {
@@ -112,10 +146,10 @@ pub fn compiler_config(engine: &crate::config::Engine, flavor: Flavor, memory: M
         .memory_reservation(SLOT_MEMORY_BYTES)
         .memory_may_move(false)
         // What a pinned memory begins with is copied into it: it is not the engine's to map.
-        .memory_init_cow(memory == MemoryKind::Pooled)
+        .memory_init_cow(kind != EngineKind::Pinned)
         // Shared memory would let a guest outlive its call on another thread.
         .wasm_threads(false)
-        .concurrency_support(flavor == Flavor::Concurrent);
+        .concurrency_support(kind == EngineKind::Concurrent);
     config
 }
 
@@ -172,17 +206,15 @@ pub(crate) struct Clock {
 pub(crate) struct Ticking<'a>(&'a Clock);
 
 impl Clock {
-    fn start(engines: Vec<wasmtime::Engine>) -> wasmtime::Result<Arc<Clock>> {
+    fn start(engines: Vec<wasmtime::EngineWeak>) -> wasmtime::Result<Arc<Clock>> {
         let clock = Arc::new(Clock {
             running: AtomicUsize::new(0),
             resting: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
             thread: std::sync::OnceLock::new(),
         });
-        let weak: Vec<_> = engines.iter().map(wasmtime::Engine::weak).collect();
-        drop(engines);
         let shared = clock.clone();
-        let handle = std::thread::Builder::new().name("epoch-clock".to_owned()).spawn(move || shared.run(&weak))?;
+        let handle = std::thread::Builder::new().name("epoch-clock".to_owned()).spawn(move || shared.run(&engines))?;
         let _ = clock.thread.set(handle.thread().clone());
         Ok(clock)
     }

@@ -1,7 +1,7 @@
 //! From a revision to a running instance: the step from `Permit` to `Lease`.
 //!
-//! A revision is loaded once (its artifact mapped, its imports resolved, its exports listed) and stays loaded while it is
-//! among the most recently used. A lease is an instance of it, fresh from Wasmtime's pool of memories, or, where the
+//! A revision is loaded once (its artifact mapped, its imports resolved, its exports listed) and stays loaded while it
+//! is among the most recently used. A lease is an instance of it, fresh from Wasmtime's pool of memories, or, where the
 //! function's author allows reuse, one that served an earlier call of the same function. A faulted instance never goes
 //! back, and instances are never shared between functions, even of the same bytes: they may belong to two tenants.
 
@@ -18,30 +18,25 @@ use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
 use crate::HashMap;
 use crate::admission::Permit;
 use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
-use crate::engine::Engines;
 use crate::engine::compile::{self, Code};
-use crate::failure::{Bug, Failure, Rejection};
-use crate::guest::budget::Refused;
+use crate::engine::pinned::PinnedRefusal;
+use crate::engine::{ByEngine, EngineKind, Engines};
+use crate::failure::{Bug, Failure, Rejection, Shortage};
+use crate::guest::budget::{MemoryRefusal, tenant_memory_short};
 use crate::guest::component::ComponentExport;
 use crate::guest::core::CoreExport;
 use crate::guest::running::{Given, RunningCall};
 use crate::guest::state::State;
-use crate::guest::{GuestError, fault, gpu, state};
+use crate::guest::{GuestError, failed_in_guest, gpu, state};
 use crate::metrics::Metrics;
-
-/// Host memory a component's call may fill with lifted values before it is stopped. A `list<u8>` result costs some
-/// thirty times its size as values, so this must not follow the guest's memory limit.
-const LIFTED_BYTES_MAX: usize = 64 << 20;
 
 /// A call may be served by an instance this often before a new one takes its place: a slow leak in a guest stays small.
 const REUSES_MAX: u32 = 10_000;
 
 pub(crate) struct Pool {
     pub engines: Arc<Engines>,
-    linkers: Linkers,
-    loaded: Table,
-    /// Those whose memories the device sees.
-    loaded_pinned: Table,
+    linkers: ByEngine<Linkers>,
+    loaded: ByEngine<Cache>,
     loaded_max: usize,
     idle_max: usize,
     idle: Arc<AtomicUsize>,
@@ -50,32 +45,64 @@ pub(crate) struct Pool {
     metrics: Arc<Metrics>,
 }
 
-type Table = Mutex<HashMap<Revision, Arc<Slot>>>;
+/// Linked revisions, least recently used out first.
+type Cache = Mutex<HashMap<Revision, Arc<CacheSlot>>>;
 
+/// What guests of one engine may import: `None` where it runs no guests of that sort.
 struct Linkers {
-    core: wasmtime::Linker<State>,
-    core_on_device: wasmtime::Linker<State>,
-    plain: component::Linker<State>,
-    concurrent: component::Linker<State>,
+    core: Option<wasmtime::Linker<State>>,
+    component: Option<component::Linker<State>>,
+}
+
+impl Linkers {
+    fn new(engine: &wasmtime::Engine, kind: EngineKind) -> wasmtime::Result<Linkers> {
+        let (core, component) = match kind {
+            EngineKind::Plain => (Some(core_linker(engine)?), Some(component_linker(engine)?)),
+            EngineKind::Pinned => (Some(core_linker(engine)?), None),
+            EngineKind::Concurrent => {
+                let mut linker = component_linker(engine)?;
+                p3::add_to_linker(&mut linker)?;
+                http_p3::add_to_linker(&mut linker)?;
+                (None, Some(linker))
+            }
+        };
+        Ok(Linkers { core, component })
+    }
+}
+
+/// What every core module may import.
+pub(crate) fn core_linker(engine: &wasmtime::Engine) -> wasmtime::Result<wasmtime::Linker<State>> {
+    let mut linker = wasmtime::Linker::new(engine);
+    wasmtime_wasi::p1::add_to_linker_async(&mut linker, State::p1)?;
+    gpu::flat::add_to_linker(&mut linker)?;
+    Ok(linker)
+}
+
+/// What every component may import but for WASI 0.3.
+pub(crate) fn component_linker(engine: &wasmtime::Engine) -> wasmtime::Result<component::Linker<State>> {
+    let mut linker = component::Linker::new(engine);
+    p2::add_to_linker_async(&mut linker)?;
+    http_p2::add_only_http_to_linker_async(&mut linker)?;
+    gpu::component::add_to_linker(&mut linker)?;
+    Ok(linker)
 }
 
 #[derive(Default)]
-struct Slot {
-    loaded: OnceCell<Arc<Loaded>>,
+struct CacheSlot {
+    linked: OnceCell<Arc<LinkedRevision>>,
     last_use: AtomicU64,
 }
 
 /// A revision ready to be instantiated.
-pub(crate) struct Loaded {
-    pub entry: Entry,
-    flavor: Flavor,
-    memory: MemoryKind,
+pub(crate) struct LinkedRevision {
+    pub entry: EntryPoint,
+    engine: EngineKind,
     /// Kept instances by function id, for functions that allow it.
-    idle: Mutex<HashMap<String, Vec<Kept>>>,
+    idle: Mutex<HashMap<String, Vec<IdleInstance>>>,
 }
 
 /// How a revision is entered, with its imports already resolved.
-pub(crate) enum Entry {
+pub(crate) enum EntryPoint {
     Core { pre: wasmtime::InstancePre<State>, exports: Vec<CoreExport> },
     CoreCommand(wasmtime::InstancePre<State>),
     Component { pre: component::InstancePre<State>, exports: Vec<ComponentExport> },
@@ -96,11 +123,11 @@ pub(crate) enum Instance {
 }
 
 /// An instance waiting for its function's next call.
-struct Kept {
+struct IdleInstance {
     store: Store<State>,
     instance: Instance,
     reuses: u32,
-    _counted: Counted,
+    _counted: IdlePlace,
 }
 
 /// An instance to run one call in, and the permit to do so.
@@ -112,13 +139,13 @@ pub(crate) struct Lease {
     _permit: Permit,
 }
 
-impl Entry {
+impl EntryPoint {
     pub(crate) fn kind(&self) -> &'static str {
         match self {
-            Entry::Core { .. } => "core module",
-            Entry::CoreCommand(_) | Entry::CommandP2(_) | Entry::CommandP3(_) => "command",
-            Entry::Component { .. } => "component",
-            Entry::HttpP2(_) | Entry::HttpP3(_) => "wasi:http",
+            EntryPoint::Core { .. } => "core module",
+            EntryPoint::CoreCommand(_) | EntryPoint::CommandP2(_) | EntryPoint::CommandP3(_) => "command",
+            EntryPoint::Component { .. } => "component",
+            EntryPoint::HttpP2(_) | EntryPoint::HttpP3(_) => "wasi:http",
         }
     }
 }
@@ -130,28 +157,11 @@ impl Pool {
         background: Handle,
         metrics: Arc<Metrics>,
     ) -> wasmtime::Result<Pool> {
-        let core = |engine: &wasmtime::Engine| -> wasmtime::Result<_> {
-            let mut linker = wasmtime::Linker::new(engine);
-            wasmtime_wasi::p1::add_to_linker_async(&mut linker, State::p1)?;
-            gpu::flat::add_to_linker(&mut linker)?;
-            Ok(linker)
-        };
-        let (core, core_on_device) = (core(&engines.plain)?, core(&engines.on_device)?);
-        let mut plain = component::Linker::new(&engines.plain);
-        p2::add_to_linker_async(&mut plain)?;
-        http_p2::add_only_http_to_linker_async(&mut plain)?;
-        gpu::component::add_to_linker(&mut plain)?;
-        let mut concurrent = component::Linker::new(&engines.concurrent);
-        p2::add_to_linker_async(&mut concurrent)?;
-        http_p2::add_only_http_to_linker_async(&mut concurrent)?;
-        p3::add_to_linker(&mut concurrent)?;
-        http_p3::add_to_linker(&mut concurrent)?;
-        gpu::component::add_to_linker(&mut concurrent)?;
+        let linkers = ByEngine::try_new(|kind| Linkers::new(engines.get(kind), kind))?;
         Ok(Pool {
             engines,
-            linkers: Linkers { core, core_on_device, plain, concurrent },
-            loaded: Mutex::default(),
-            loaded_pinned: Mutex::default(),
+            linkers,
+            loaded: ByEngine::try_new(|_| Ok(Mutex::default()))?,
             loaded_max: config.engine.loaded_max,
             idle_max: config.server.concurrency_max,
             idle: Arc::default(),
@@ -162,11 +172,11 @@ impl Pool {
     }
 
     /// The revision, if it is loaded already.
-    pub(crate) fn loaded(&self, revision: &Revision, memory: MemoryKind) -> Option<Arc<Loaded>> {
-        let loaded = self.table(memory).lock();
+    pub(crate) fn loaded(&self, revision: &Revision, engine: EngineKind) -> Option<Arc<LinkedRevision>> {
+        let loaded = self.loaded.get(engine).lock();
         let slot = loaded.get(revision)?;
         slot.last_use.store(self.uses.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
-        slot.loaded.get().cloned()
+        slot.linked.get().cloned()
     }
 
     /// The revision, loaded; `recompile` is asked for its artifact where there is none that fits.
@@ -178,135 +188,122 @@ impl Pool {
         flavor: Flavor,
         memory: MemoryKind,
         recompile: R,
-    ) -> Result<Arc<Loaded>, Failure>
+    ) -> Result<Arc<LinkedRevision>, Failure>
     where
         R: AsyncFnOnce() -> Result<(), Failure>,
     {
-        let slot = self.slot(revision, memory);
-        if let Some(loaded) = slot.loaded.get() {
-            return Ok(loaded.clone());
+        let engine = EngineKind::of(flavor, memory);
+        let slot = self.slot(revision, engine);
+        if let Some(linked) = slot.linked.get() {
+            return Ok(linked.clone());
         }
         let map = || {
             let (pool, catalog, revision) = (self.clone(), catalog.clone(), revision.clone());
             let work = move || {
                 let code = compile::load(&catalog, &pool.engines, &revision, flavor, memory)?;
-                Some(pool.link(code, kind, flavor, memory))
+                Some(pool.link(code, kind, engine))
             };
             let joined = self.background.spawn_blocking(work);
             async { joined.await.map_err(|e| Failure::from(Bug(e.to_string()))) }
         };
-        let loaded = slot
-            .loaded
+        let linked = slot
+            .linked
             .get_or_try_init(async || {
                 if let Some(linked) = map().await? {
-                    return linked.map(Arc::new).map_err(Failure::from);
+                    return linked.map(Arc::new);
                 }
                 recompile().await?;
                 let linked =
                     map().await?.ok_or_else(|| Bug("an artifact vanished after it was compiled".to_owned()))?;
-                linked.map(Arc::new).map_err(Failure::from)
+                linked.map(Arc::new)
             })
             .await?;
-        Ok(loaded.clone())
+        Ok(linked.clone())
     }
 
     /// Resolves imports and lists exports. An import nobody provides is named in the rejection.
-    pub(crate) fn link(&self, code: Code, kind: Kind, flavor: Flavor, memory: MemoryKind) -> Result<Loaded, Rejection> {
+    pub(crate) fn link(&self, code: Code, kind: Kind, engine: EngineKind) -> Result<LinkedRevision, Failure> {
         let unlinked = |e: wasmtime::Error| Rejection::InvalidWasm { why: format!("{e:#}") };
+        let unlinkable = || Bug(format!("code for the {engine:?} engine that it runs none of"));
+        let linkers = self.linkers.get(engine);
         let entry = match code {
             Code::Module(module) => {
-                let linker = match memory {
-                    MemoryKind::Pooled => &self.linkers.core,
-                    MemoryKind::Pinned => &self.linkers.core_on_device,
-                };
+                let linker = linkers.core.as_ref().ok_or_else(unlinkable)?;
                 let pre = linker.instantiate_pre(&module).map_err(unlinked)?;
-                match kind {
-                    Kind::CoreCommand => Entry::CoreCommand(pre),
-                    _ => Entry::Core { pre, exports: crate::guest::core::exports(&module) },
+                if kind == Kind::CoreCommand {
+                    EntryPoint::CoreCommand(pre)
+                } else {
+                    EntryPoint::Core { pre, exports: crate::guest::core::exports(&module) }
                 }
             }
             Code::Component(component) => {
-                let linker = match flavor {
-                    Flavor::Plain => &self.linkers.plain,
-                    Flavor::Concurrent => &self.linkers.concurrent,
-                };
+                let linker = linkers.component.as_ref().ok_or_else(unlinkable)?;
                 let pre = linker.instantiate_pre(&component).map_err(unlinked)?;
-                match kind {
-                    Kind::HttpHandler => match http_p2::bindings::ProxyPre::new(pre.clone()) {
-                        Ok(proxy) => Entry::HttpP2(proxy),
-                        Err(_) => Entry::HttpP3(http_p3::bindings::ServicePre::new(pre).map_err(unlinked)?),
-                    },
-                    Kind::ComponentCommand => match p2::bindings::CommandPre::new(pre.clone()) {
-                        Ok(command) => Entry::CommandP2(command),
-                        Err(_) => Entry::CommandP3(p3::bindings::CommandPre::new(pre).map_err(unlinked)?),
-                    },
-                    _ => Entry::Component { pre, exports: crate::guest::component::exports(&component) },
-                }
+                component_entry(pre, &component, kind).map_err(unlinked)?
             }
         };
         self.metrics.artifact_loads.inc();
-        Ok(Loaded { entry, flavor, memory, idle: Mutex::default() })
+        Ok(LinkedRevision { entry, engine, idle: Mutex::default() })
     }
 
     /// An instance for one call.
     pub(crate) async fn lease(
         &self,
-        loaded: &Loaded,
+        linked: &LinkedRevision,
         permit: Permit,
         call: &Arc<RunningCall>,
         given: Option<Box<Given>>,
     ) -> Result<Lease, GuestError> {
         let function = &call.serving.function;
-        let kept = match call.may_reuse {
-            true => loaded.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop),
-            false => None,
-        };
+        let kept =
+            if call.may_reuse { linked.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop) } else { None };
         // One that was made before the function last changed has the settings of then.
         if let Some(mut kept) = kept.filter(|kept| Arc::ptr_eq(&kept.store.data().call().serving.function, function)) {
             kept.store.data_mut().rebind(call);
             kept.store.set_epoch_deadline(1);
-            let Kept { store, instance, reuses, .. } = kept;
+            let IdleInstance { store, instance, reuses, .. } = kept;
             return Ok(Lease { store, instance, reuses, _permit: permit });
         }
-        let engine = self.engines.get(loaded.flavor, loaded.memory);
+        let engine = self.engines.get(linked.engine);
         let had_given = given.is_some();
         let mut store = state::store(engine, call, given);
         // Boxed but for the cheapest kind: a future is as large as its largest branch, and moved into place whole.
-        let mut instance = match &loaded.entry {
-            Entry::Core { pre, .. } => pre.instantiate_async(&mut store).await.map(Instance::Core),
+        let mut instance = match &linked.entry {
+            EntryPoint::Core { pre, .. } => pre.instantiate_async(&mut store).await.map(Instance::Core),
             entry => Box::pin(instantiate(entry, &mut store)).await,
         };
         // Kept instances hold memory and slots; they give way to a call that needs them.
         if let Err(error) = &instance
             && self.idle.load(Ordering::Relaxed) > 0
-            && (error.is::<PoolConcurrencyLimitError>() || store.data().budget.refused == Some(Refused::TenantLimit))
+            && (error.is::<PoolConcurrencyLimitError>()
+                || store.data().budget.refused == Some(MemoryRefusal::TenantLimit))
         {
             self.drop_idle();
             let given = store.data_mut().take_given();
             // Start code that has read its input already cannot be started again.
             if given.is_some() == had_given {
                 store = state::store(engine, call, given);
-                instance = Box::pin(instantiate(&loaded.entry, &mut store)).await;
+                instance = Box::pin(instantiate(&linked.entry, &mut store)).await;
             }
         }
-        let instance = instance.map_err(|error| cannot_start(&store, &error))?;
+        let instance = instance.map_err(|error| self.cannot_start(&store, &error))?;
         store.data_mut().count();
         Ok(Lease { store, instance, reuses: 0, _permit: permit })
     }
 
     /// Takes an instance back for the function's next call, if there is room. Only for calls that ended well.
-    pub(crate) fn keep(&self, loaded: &Loaded, function: &str, lease: Lease) {
+    pub(crate) fn keep(&self, linked: &LinkedRevision, function: &str, lease: Lease) {
         // Pinned memory is scarce, and gone with the worker whose it was.
-        if loaded.memory == MemoryKind::Pinned {
+        if linked.engine == EngineKind::Pinned {
             return;
         }
-        let Some(counted) = Counted::take(&self.idle, self.idle_max) else { return };
+        let Some(counted) = IdlePlace::take(&self.idle, self.idle_max) else { return };
         if lease.reuses >= REUSES_MAX {
             return;
         }
         let Lease { store, instance, reuses, _permit } = lease;
-        let kept = Kept { store, instance, reuses: reuses + 1, _counted: counted };
-        let mut idle = loaded.idle.lock();
+        let kept = IdleInstance { store, instance, reuses: reuses + 1, _counted: counted };
+        let mut idle = linked.idle.lock();
         match idle.get_mut(function) {
             Some(waiting) => waiting.push(kept),
             None => drop(idle.insert(function.to_owned(), vec![kept])),
@@ -315,35 +312,27 @@ impl Pool {
 
     /// Forgets the kept instances of a function: its settings changed or it is gone.
     pub(crate) fn forget(&self, function: &str) {
-        for loaded in self.slots().iter().filter_map(|slot| slot.loaded.get()) {
-            let gone = loaded.idle.lock().remove(function);
+        for linked in self.slots().iter().filter_map(|slot| slot.linked.get()) {
+            let gone = linked.idle.lock().remove(function);
             drop(gone);
         }
     }
 
     fn drop_idle(&self) {
-        for loaded in self.slots().iter().filter_map(|slot| slot.loaded.get()) {
-            let gone = std::mem::take(&mut *loaded.idle.lock());
+        for linked in self.slots().iter().filter_map(|slot| slot.linked.get()) {
+            let gone = std::mem::take(&mut *linked.idle.lock());
             drop(gone);
         }
     }
 
-    fn table(&self, memory: MemoryKind) -> &Table {
-        match memory {
-            MemoryKind::Pooled => &self.loaded,
-            MemoryKind::Pinned => &self.loaded_pinned,
-        }
+    fn slots(&self) -> Vec<Arc<CacheSlot>> {
+        self.loaded.iter().flat_map(|cache| cache.lock().values().cloned().collect::<Vec<_>>()).collect()
     }
 
-    fn slots(&self) -> Vec<Arc<Slot>> {
-        let of = |table: &Table| table.lock().values().cloned().collect::<Vec<_>>();
-        [of(&self.loaded), of(&self.loaded_pinned)].concat()
-    }
-
-    fn slot(&self, revision: &Revision, memory: MemoryKind) -> Arc<Slot> {
+    fn slot(&self, revision: &Revision, engine: EngineKind) -> Arc<CacheSlot> {
         let now = self.uses.fetch_add(1, Ordering::Relaxed);
         let mut evicted = None;
-        let mut loaded = self.table(memory).lock();
+        let mut loaded = self.loaded.get(engine).lock();
         if let Some(slot) = loaded.get(revision) {
             slot.last_use.store(now, Ordering::Relaxed);
             return slot.clone();
@@ -360,76 +349,99 @@ impl Pool {
         drop(evicted);
         slot
     }
+
+    /// Instantiation failed: a limit was in the way, or the guest's own start code failed.
+    fn cannot_start(&self, store: &Store<State>, error: &wasmtime::Error) -> GuestError {
+        let retry_after = std::time::Duration::from_secs(1);
+        // Taken whatever failed: one that is left behind would be taken for the next failure's.
+        let pinned = PinnedRefusal::take();
+        let refused = store.data().budget.refused;
+        if refused == Some(MemoryRefusal::TenantLimit) {
+            return tenant_memory_short(&store.data().call().account).into();
+        }
+        if failed_in_guest(error) {
+            return store.data().failed(error);
+        }
+        if let Some(MemoryRefusal::InstanceLimit { asked_bytes }) = refused {
+            let bytes_max = store.data().call().memory_bytes_max();
+            return Rejection::ModuleMemoryTooLarge { bytes: asked_bytes, bytes_max }.into();
+        }
+        if error.is::<PoolConcurrencyLimitError>() {
+            let shortage = Shortage {
+                what: "pooled instances",
+                max: format!("what {} calls need", self.idle_max),
+                limit: "[server] concurrency_max",
+                instead: "ask again, or raise the limit",
+            };
+            return Rejection::ServerShort { shortage, retry_after }.into();
+        }
+        match pinned {
+            Some(PinnedRefusal::NoDevice) => {
+                let why = "memory = pinned needs a device, and none is open; deploy it with --memory pooled, or wait \
+                           for the device";
+                return Rejection::Conflict { why: why.to_owned() }.into();
+            }
+            Some(PinnedRefusal::Short { asked_bytes }) => {
+                let shortage = Shortage {
+                    what: "pinned memory",
+                    max: format!("the device's region, of which no {asked_bytes} bytes are free,"),
+                    limit: "a module takes the maximum of its memory, at most 16 MiB",
+                    instead: "ask again, declare a smaller maximum, or deploy it with --memory pooled",
+                };
+                return Rejection::ServerShort { shortage, retry_after }.into();
+            }
+            Some(PinnedRefusal::Host(why)) => return Bug(format!("pinned memory cannot be mapped: {why}")).into(),
+            None => {}
+        }
+        Rejection::ModuleOverLimits { why: format!("{error:#}") }.into()
+    }
 }
 
-async fn instantiate(entry: &Entry, store: &mut Store<State>) -> wasmtime::Result<Instance> {
-    Ok(match entry {
-        Entry::Core { pre, .. } | Entry::CoreCommand(pre) => Instance::Core(pre.instantiate_async(store).await?),
-        Entry::Component { pre, .. } => {
-            store.set_hostcall_fuel(LIFTED_BYTES_MAX);
-            Instance::Component(pre.instantiate_async(store).await?)
-        }
-        Entry::CommandP2(pre) => Instance::CommandP2(pre.instantiate_async(store).await?),
-        Entry::CommandP3(pre) => Instance::CommandP3(pre.instantiate_async(store).await?),
-        Entry::HttpP2(pre) => Instance::HttpP2(pre.instantiate_async(store).await?),
-        Entry::HttpP3(pre) => Instance::HttpP3(Some(pre.instantiate_async(store).await?)),
+/// How a component is entered. Toolchains that target WASI 0.3 export the 0.2 interface beside it; the newer one is
+/// what the program was written for.
+fn component_entry(
+    pre: component::InstancePre<State>,
+    component: &component::Component,
+    kind: Kind,
+) -> wasmtime::Result<EntryPoint> {
+    Ok(match kind {
+        Kind::HttpHandler => match http_p3::bindings::ServicePre::new(pre.clone()) {
+            Ok(service) => EntryPoint::HttpP3(service),
+            Err(_) => EntryPoint::HttpP2(http_p2::bindings::ProxyPre::new(pre)?),
+        },
+        Kind::ComponentCommand => match p3::bindings::CommandPre::new(pre.clone()) {
+            Ok(command) => EntryPoint::CommandP3(command),
+            Err(_) => EntryPoint::CommandP2(p2::bindings::CommandPre::new(pre)?),
+        },
+        _ => EntryPoint::Component { pre, exports: crate::guest::component::exports(component) },
     })
 }
 
-/// Instantiation failed: a limit was in the way, or the guest's own start code failed.
-fn cannot_start(store: &Store<State>, error: &wasmtime::Error) -> GuestError {
-    let account = &store.data().call().account;
-    match store.data().budget.refused {
-        Some(Refused::TenantLimit) => {
-            return GuestError::Rejected(Rejection::TenantBusy {
-                tenant: account.name.to_string(),
-                running: 0,
-                queued: 0,
-                why: "its instances hold all the memory it may have ([limits] tenant_memory_bytes_max)",
-                retry_after: std::time::Duration::from_secs(1),
-            });
+async fn instantiate(entry: &EntryPoint, store: &mut Store<State>) -> wasmtime::Result<Instance> {
+    Ok(match entry {
+        EntryPoint::Core { pre, .. } | EntryPoint::CoreCommand(pre) => {
+            Instance::Core(pre.instantiate_async(store).await?)
         }
-        Some(Refused::InstanceLimit { asked_bytes }) => {
-            let bytes_max = store.data().call().memory_bytes_max();
-            return GuestError::Rejected(Rejection::ModuleMemoryTooLarge { bytes: asked_bytes, bytes_max });
-        }
-        None => {}
-    }
-    if error.is::<PoolConcurrencyLimitError>() {
-        return GuestError::Rejected(Rejection::ServerBusy {
-            running: 0,
-            queued: 0,
-            why: "no pooled instance is free",
-            retry_after: std::time::Duration::from_secs(1),
-        });
-    }
-    // Wasmtime hands on what a memory's creator says as text.
-    if format!("{error:#}").contains(crate::engine::pinned::SHORTAGE) {
-        return GuestError::Rejected(Rejection::ServerBusy {
-            running: 0,
-            queued: 0,
-            why: crate::engine::pinned::SHORTAGE,
-            retry_after: std::time::Duration::from_secs(1),
-        });
-    }
-    match error.is::<wasmtime::Trap>() || error.is::<crate::failure::Fault>() || error.is::<wasmtime_wasi::I32Exit>() {
-        true => fault(error).into(),
-        false => GuestError::Rejected(Rejection::ModuleOverLimits { why: format!("{error:#}") }),
-    }
+        EntryPoint::Component { pre, .. } => Instance::Component(pre.instantiate_async(store).await?),
+        EntryPoint::CommandP2(pre) => Instance::CommandP2(pre.instantiate_async(store).await?),
+        EntryPoint::CommandP3(pre) => Instance::CommandP3(pre.instantiate_async(store).await?),
+        EntryPoint::HttpP2(pre) => Instance::HttpP2(pre.instantiate_async(store).await?),
+        EntryPoint::HttpP3(pre) => Instance::HttpP3(Some(pre.instantiate_async(store).await?)),
+    })
 }
 
 /// A place among the kept instances.
-struct Counted(Arc<AtomicUsize>);
+struct IdlePlace(Arc<AtomicUsize>);
 
-impl Counted {
-    fn take(count: &Arc<AtomicUsize>, max: usize) -> Option<Counted> {
+impl IdlePlace {
+    fn take(count: &Arc<AtomicUsize>, max: usize) -> Option<IdlePlace> {
         let more = |n: usize| (n < max).then_some(n + 1);
         count.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok()?;
-        Some(Counted(count.clone()))
+        Some(IdlePlace(count.clone()))
     }
 }
 
-impl Drop for Counted {
+impl Drop for IdlePlace {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }

@@ -1,5 +1,5 @@
 //! The memory and tables an instance may take, charged to its tenant where they are taken: Wasmtime asks before every
-//! memory is created or grown.
+//! memory is created or grown. What a guest returns as octets is charged too, until it is sent.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -7,12 +7,54 @@ use std::sync::atomic::Ordering;
 use wasmtime::ResourceLimiter;
 
 use super::running::RunningCall;
+use crate::admission::Account;
 use crate::engine;
+use crate::failure::{Rejection, Shortage};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Refused {
+pub(crate) enum MemoryRefusal {
     InstanceLimit { asked_bytes: u64 },
     TenantLimit,
+}
+
+/// Charges a tenant, unless that is more than it may have.
+fn charge(account: &Account, bytes: u64) -> bool {
+    let bytes_max = account.limits.tenant_memory_bytes_max;
+    let more = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= bytes_max);
+    account.memory_used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
+}
+
+/// The tenant's instances hold all the memory it may have.
+pub(crate) fn tenant_memory_short(account: &Account) -> Rejection {
+    let shortage = Shortage {
+        what: "memory for its instances",
+        max: format!("{} bytes", account.limits.tenant_memory_bytes_max),
+        limit: "[limits] tenant_memory_bytes_max",
+        instead: "wait for its calls to end, or raise the limit",
+    };
+    let retry_after = std::time::Duration::from_secs(1);
+    Rejection::TenantShort { tenant: account.name.to_string(), shortage, retry_after }
+}
+
+/// Memory of the host that is a tenant's, for as long as this lives.
+pub(crate) struct Charge {
+    account: Arc<Account>,
+    bytes: u64,
+}
+
+impl Charge {
+    pub(crate) fn take(account: &Arc<Account>, bytes: u64) -> Result<Charge, Rejection> {
+        if !charge(account, bytes) {
+            return Err(tenant_memory_short(account));
+        }
+        Ok(Charge { account: account.clone(), bytes })
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.account.memory_used_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 pub(crate) struct Budget {
@@ -22,7 +64,7 @@ pub(crate) struct Budget {
     memory_bytes: u64,
     /// The last growth, taken back if it fails after we agreed to it.
     last_growth_bytes: u64,
-    pub refused: Option<Refused>,
+    pub refused: Option<MemoryRefusal>,
 }
 
 impl Budget {
@@ -50,14 +92,11 @@ impl ResourceLimiter for Budget {
         let more = desired.saturating_sub(current) as u64;
         let total = self.memory_bytes.saturating_add(more);
         if total > self.memory_bytes_max {
-            self.refused = Some(Refused::InstanceLimit { asked_bytes: total });
+            self.refused = Some(MemoryRefusal::InstanceLimit { asked_bytes: total });
             return Ok(false);
         }
-        let account = &self.call.account;
-        let limit = account.limits.tenant_memory_bytes_max;
-        let charge = |used: u64| used.checked_add(more).filter(|sum| *sum <= limit);
-        if account.memory_used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, charge).is_err() {
-            self.refused = Some(Refused::TenantLimit);
+        if !charge(&self.call.account, more) {
+            self.refused = Some(MemoryRefusal::TenantLimit);
             return Ok(false);
         }
         self.memory_bytes = total;

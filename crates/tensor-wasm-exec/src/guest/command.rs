@@ -3,8 +3,8 @@
 use serde_json::Value;
 use wasmtime::Store;
 
+use super::GuestError;
 use super::state::State;
-use super::{GuestError, fault};
 use crate::failure::{Fault, Rejection};
 
 /// A command's arguments: an array of strings. Numbers and booleans are taken as they are written.
@@ -27,26 +27,27 @@ pub(crate) fn args(args: &Value) -> Result<Vec<String>, Rejection> {
 }
 
 /// The exit code of a finished run: leaving by `exit` is how commands end, not a failure of ours to report.
-fn exit_code<T>(result: wasmtime::Result<T>, code: impl FnOnce(T) -> i32) -> Result<i32, GuestError> {
-    match result {
-        Ok(value) => Ok(code(value)),
-        Err(error) => match fault(&error) {
-            Fault::Exit { code } => Ok(code),
-            other => Err(other.into()),
-        },
-    }
+fn exit_code(store: &Store<State>, result: wasmtime::Result<i32>) -> Result<i32, GuestError> {
+    result.or_else(|error| match store.data().failed(&error) {
+        GuestError::Faulted(Fault::Exit { code }) => Ok(code),
+        other => Err(other),
+    })
 }
 
 pub(crate) async fn core(store: &mut Store<State>, instance: &wasmtime::Instance) -> Result<i32, GuestError> {
-    let start = instance.get_typed_func::<(), ()>(&mut *store, "_start").map_err(|e| fault(&e))?;
-    exit_code(start.call_async(store, ()).await, |()| 0)
+    let start = instance.get_typed_func::<(), ()>(&mut *store, "_start").map_err(|e| Rejection::InvalidWasm {
+        why: format!("_start is not a function without parameters and results: {e}"),
+    })?;
+    let result = start.call_async(&mut *store, ()).await;
+    exit_code(store, result.map(|()| 0))
 }
 
 pub(crate) async fn p2(
     store: &mut Store<State>,
     command: &wasmtime_wasi::p2::bindings::Command,
 ) -> Result<i32, GuestError> {
-    exit_code(command.wasi_cli_run().call_run(store).await, |result| i32::from(result.is_err()))
+    let result = command.wasi_cli_run().call_run(&mut *store).await;
+    exit_code(store, result.map(|ended| i32::from(ended.is_err())))
 }
 
 pub(crate) async fn p3(
@@ -54,5 +55,5 @@ pub(crate) async fn p3(
     command: &wasmtime_wasi::p3::bindings::Command,
 ) -> Result<i32, GuestError> {
     let result = store.run_concurrent(async |accessor| command.wasi_cli_run().call_run(accessor).await).await;
-    exit_code(result.flatten(), |result| i32::from(result.is_err()))
+    exit_code(store, result.flatten().map(|ended| i32::from(ended.is_err())))
 }

@@ -4,12 +4,14 @@ use bytes::Bytes;
 use serde_json::Value;
 use wasmtime::Store;
 use wasmtime::component::types::{ComponentFunc, ComponentItem, Type};
-use wasmtime::component::{Component, ComponentExportIndex, Instance, Val};
+use wasmtime::component::{Component, ComponentExportIndex, ComponentNamedList, Func, Instance, Lift, Val};
 
+use super::GuestError;
+use super::budget::Charge;
 use super::state::State;
 use super::value::{Path, decode, encode};
-use super::{GuestError, fault};
-use crate::failure::{Fault, Rejection};
+use crate::config::Limits;
+use crate::failure::{Bug, Fault, Rejection};
 
 /// An exported function, known before there is an instance.
 pub(crate) struct ComponentExport {
@@ -46,18 +48,11 @@ pub(crate) fn exports(component: &Component) -> Vec<ComponentExport> {
     found
 }
 
-/// What an export is called with.
-pub(crate) enum Args {
-    Json(Value),
-    /// For exports of one `list<u8>` parameter.
-    Bytes(Bytes),
-}
-
 /// Finds the export to call and reads its arguments; nothing has been instantiated yet.
 pub(crate) fn prepare(
     exports: &[ComponentExport],
     name: Option<&str>,
-    args: &Args,
+    args: &Value,
 ) -> Result<(usize, Vec<Val>), Rejection> {
     let at = find(exports, name)?;
     let export = &exports[at];
@@ -66,25 +61,16 @@ pub(crate) fn prepare(
     let invalid = |e: super::value::Mismatch| Rejection::InvalidArgs { why: e.to_string() };
     let root = Path::root("args");
     let values = match args {
-        Args::Bytes(bytes) => match params.as_slice() {
-            [(_, Type::List(list))] if list.ty() == Type::U8 => {
-                vec![Val::List(bytes.iter().map(|b| Val::U8(*b)).collect())]
-            }
-            _ => {
-                let why = format!("export {:?} does not take bytes (one list<u8>); call it with JSON", export.name);
-                return Err(Rejection::InvalidArgs { why });
-            }
-        },
-        Args::Json(Value::Null) if params.is_empty() => Vec::new(),
-        Args::Json(Value::Null) => return Err(count(0)),
-        Args::Json(Value::Array(values)) => {
+        Value::Null if params.is_empty() => Vec::new(),
+        Value::Null => return Err(count(0)),
+        Value::Array(values) => {
             if values.len() != params.len() {
                 return Err(count(values.len()));
             }
             let one = |(i, (v, (_, ty))): (usize, (&Value, &(&str, Type)))| decode(v, ty, root.index(i));
             values.iter().zip(&params).enumerate().map(one).collect::<Result<_, _>>().map_err(invalid)?
         }
-        Args::Json(Value::Object(named)) => {
+        Value::Object(named) => {
             if let Some(unknown) = named.keys().find(|key| !params.iter().any(|(name, _)| name == key)) {
                 let known = params.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
                 let why = format!("args: no parameter {unknown:?}; {:?} has: {known}", export.name);
@@ -96,7 +82,7 @@ pub(crate) fn prepare(
             let one = |(name, ty): &(&str, Type)| decode(&named[*name], ty, root.field(name));
             params.iter().map(one).collect::<Result<_, _>>().map_err(invalid)?
         }
-        Args::Json(_) => {
+        _ => {
             let why = "args: expected an array of arguments, or an object by parameter name".to_owned();
             return Err(Rejection::InvalidArgs { why });
         }
@@ -136,11 +122,21 @@ pub(crate) async fn call(
     export: &ComponentExport,
     args: &[Val],
 ) -> Result<Vec<Val>, GuestError> {
-    let function =
-        instance.get_func(&mut *store, export.index).ok_or_else(|| missing(&export.name, std::iter::empty()))?;
+    let function = function(store, instance, export)?;
     let mut results = vec![Val::Bool(false); export.ty.results().len()];
-    function.call_async(store, args, &mut results).await.map_err(|e| fault(&e))?;
+    let called = function.call_async(&mut *store, args, &mut results).await;
+    called.map_err(|e| store.data().failed(&e))?;
     Ok(results)
+}
+
+fn function(store: &mut Store<State>, instance: &Instance, export: &ComponentExport) -> Result<Func, Bug> {
+    let found = instance.get_func(store, export.index);
+    found.ok_or_else(|| Bug(format!("an instance lacks export {:?} of its component", export.name)))
+}
+
+/// Whether an export returned the error case of its result.
+pub(crate) fn is_err(results: &[Val]) -> bool {
+    matches!(results, [Val::Result(Err(_))])
 }
 
 pub(crate) fn to_json(results: &[Val]) -> Value {
@@ -151,23 +147,151 @@ pub(crate) fn to_json(results: &[Val]) -> Value {
     }
 }
 
-/// The bytes of a `list<u8>` or `string`, or of the ok case of a result of one.
-pub(crate) fn to_bytes(results: &[Val]) -> Result<Bytes, GuestError> {
-    let not_bytes = || Fault::Trap { message: "the export did not return bytes (list<u8> or string)".to_owned() };
+/// How an export that takes a `list<u8>` returns octets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Octets {
+    List,
+    Text,
+    ListOrNothing,
+    ListOrText,
+    TextOrNothing,
+    TextOrText,
+    /// A result whose error is a type of the component's own. Only values can carry that.
+    Values,
+}
+
+/// Finds the export to call with octets; nothing has been instantiated yet.
+pub(crate) fn prepare_octets(
+    exports: &[ComponentExport],
+    name: Option<&str>,
+    body: &Bytes,
+    limits: &Limits,
+) -> Result<(usize, Octets), Rejection> {
+    let at = find(exports, name)?;
+    let export = &exports[at];
+    let refused = |what: &str| {
+        Err(Rejection::InvalidArgs { why: format!("export {:?} does not {what}; call it with JSON", export.name) })
+    };
+    match export.ty.params().map(|(_, ty)| ty).collect::<Vec<_>>().as_slice() {
+        [Type::List(list)] if list.ty() == Type::U8 => {}
+        _ => return refused("take bytes (one list<u8>)"),
+    }
+    let is_list = |ty: &Type| matches!(ty, Type::List(list) if list.ty() == Type::U8);
+    let octets = match export.ty.results().collect::<Vec<_>>().as_slice() {
+        [ty] if is_list(ty) => Octets::List,
+        [Type::String] => Octets::Text,
+        [Type::Result(result)] => match (result.ok(), result.err()) {
+            (Some(ok), None) if is_list(&ok) => Octets::ListOrNothing,
+            (Some(ok), Some(Type::String)) if is_list(&ok) => Octets::ListOrText,
+            (Some(Type::String), None) => Octets::TextOrNothing,
+            (Some(Type::String), Some(Type::String)) => Octets::TextOrText,
+            (Some(ok), _) if is_list(&ok) || ok == Type::String => Octets::Values,
+            _ => return refused("return bytes (list<u8> or string, or a result of one)"),
+        },
+        _ => return refused("return bytes (list<u8> or string, or a result of one)"),
+    };
+    // As values, each byte takes forty of the host's.
+    let bytes_max = limits.hostcall_bytes_max / size_of::<Val>();
+    if octets == Octets::Values && body.len() > bytes_max {
+        let what = "the body for an export whose error type is not a string";
+        return Err(Rejection::TooLarge { what, bytes_max, limit: "[limits] hostcall_bytes_max, per value" });
+    }
+    Ok((at, octets))
+}
+
+/// Calls an export with octets, which are copied once each way and never become values. They are charged to the tenant
+/// until they are sent.
+pub(crate) async fn call_octets(
+    store: &mut Store<State>,
+    instance: &Instance,
+    export: &ComponentExport,
+    octets: Octets,
+    body: &[u8],
+) -> Result<Bytes, GuestError> {
+    type OrNothing<T> = Result<T, ()>;
+    type OrText<T> = Result<T, String>;
+    let function = function(store, instance, export)?;
+    let account = store.data().call().account.clone();
+    let limits = &account.limits;
+    // The result is bounded by its own limit, which may be the larger one.
+    store.set_hostcall_fuel(limits.output_bytes_max.max(limits.hostcall_bytes_max));
+    let nothing = |()| Value::Null;
+    let called = match octets {
+        Octets::List => typed::<Vec<u8>>(store, &function, body).await.map(Ok),
+        Octets::Text => typed::<String>(store, &function, body).await.map(|text| Ok(text.into_bytes())),
+        Octets::ListOrNothing => {
+            typed::<OrNothing<Vec<u8>>>(store, &function, body).await.map(|result| result.map_err(nothing))
+        }
+        Octets::ListOrText => {
+            typed::<OrText<Vec<u8>>>(store, &function, body).await.map(|result| result.map_err(Value::String))
+        }
+        Octets::TextOrNothing => {
+            let called = typed::<OrNothing<String>>(store, &function, body).await;
+            called.map(|result| result.map(String::into_bytes).map_err(nothing))
+        }
+        Octets::TextOrText => {
+            let called = typed::<OrText<String>>(store, &function, body).await;
+            called.map(|result| result.map(String::into_bytes).map_err(Value::String))
+        }
+        Octets::Values => {
+            store.set_hostcall_fuel(limits.hostcall_bytes_max);
+            let args = [Val::List(body.iter().map(|b| Val::U8(*b)).collect())];
+            let mut results = [Val::Bool(false)];
+            let called = function.call_async(&mut *store, &args, &mut results).await;
+            called.map(|()| octets_of(results))
+        }
+    };
+    store.set_hostcall_fuel(limits.hostcall_bytes_max);
+    let too_large = Fault::OutputTooLarge { bytes_max: limits.output_bytes_max };
+    let returned = called.map_err(|error| match store.data().failed(&error) {
+        // A host function that was handed too much is in the trace; without one, it was the result.
+        GuestError::Faulted(Fault::HostcallTooLarge { .. })
+            if octets != Octets::Values && !error.is::<wasmtime::WasmBacktrace>() =>
+        {
+            too_large.clone().into()
+        }
+        other => other,
+    })?;
+    let bytes = returned
+        .map_err(|error| GuestError::from(Fault::Trap { message: format!("the export returned an error: {error}") }))?;
+    if bytes.len() > limits.output_bytes_max {
+        return Err(too_large.into());
+    }
+    Ok(Bytes::from_owner(ChargedOctets { _charge: Charge::take(&account, bytes.len() as u64)?, bytes }))
+}
+
+async fn typed<R>(store: &mut Store<State>, function: &Func, body: &[u8]) -> wasmtime::Result<R>
+where
+    (R,): ComponentNamedList + Lift + Send + Sync + 'static,
+{
+    let function = function.typed::<(&[u8],), (R,)>(&*store)?;
+    let (result,) = function.call_async(store, (body,)).await?;
+    Ok(result)
+}
+
+fn octets_of(results: [Val; 1]) -> Result<Vec<u8>, Value> {
+    let byte = |item: Val| match item {
+        Val::U8(byte) => byte,
+        _ => 0,
+    };
     match results {
-        [Val::String(text)] => Ok(Bytes::from(text.clone())),
-        [Val::List(items)] => {
-            let byte = |item: &Val| match item {
-                Val::U8(b) => Some(*b),
-                _ => None,
-            };
-            Ok(items.iter().map(byte).collect::<Option<Vec<u8>>>().map(Bytes::from).ok_or_else(not_bytes)?)
-        }
-        [Val::Result(Ok(Some(value)))] => to_bytes(std::slice::from_ref(value)),
-        [Val::Result(Err(error))] => {
-            let error = error.as_deref().map_or(Value::Null, encode);
-            Err(Fault::Trap { message: format!("the export returned an error: {error}") }.into())
-        }
-        _ => Err(not_bytes().into()),
+        [Val::Result(Ok(Some(ok)))] => match *ok {
+            Val::String(text) => Ok(text.into_bytes()),
+            Val::List(items) => Ok(items.into_iter().map(byte).collect()),
+            _ => Err(Value::Null),
+        },
+        [Val::Result(Err(error))] => Err(error.as_deref().map_or(Value::Null, encode)),
+        _ => Err(Value::Null),
+    }
+}
+
+struct ChargedOctets {
+    bytes: Vec<u8>,
+    _charge: Charge,
+}
+
+impl AsRef<[u8]> for ChargedOctets {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
     }
 }

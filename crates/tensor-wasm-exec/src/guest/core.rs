@@ -3,11 +3,11 @@
 use serde_json::Value;
 use wasmtime::{Extern, ExternType, FuncType, Instance, Module, ModuleExport, Store, Val, ValType};
 
+use super::GuestError;
 use super::component::missing;
 use super::state::State;
 use super::value::{Path, decode_core, encode_core};
-use super::{GuestError, fault};
-use crate::failure::Rejection;
+use crate::failure::{Bug, Rejection};
 
 /// An exported function, known before there is an instance.
 pub(crate) struct CoreExport {
@@ -63,10 +63,11 @@ pub(crate) async fn call(
     args: &[Val],
 ) -> Result<Value, GuestError> {
     let Some(Extern::Func(function)) = instance.get_module_export(&mut *store, &export.index) else {
-        return Err(missing(&export.name, std::iter::empty()).into());
+        return Err(Bug(format!("an instance lacks export {:?} of its module", export.name)).into());
     };
     let mut results = vec![Val::I32(0); export.ty.results().len()];
-    function.call_async(store, args, &mut results).await.map_err(|e| fault(&e))?;
+    let called = function.call_async(&mut *store, args, &mut results).await;
+    called.map_err(|e| store.data().failed(&e))?;
     Ok(match results.as_slice() {
         [] => Value::Null,
         [one] => encode_core(one),

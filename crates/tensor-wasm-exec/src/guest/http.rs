@@ -1,13 +1,13 @@
 //! Handing an HTTP request to a `wasi:http` component and its response to the client, bodies streamed both ways.
 //!
 //! The guest's future is driven on the connection's own task until the response head is there. Most handlers are then
-//! done, body and all, and nothing was spawned. One that goes on (streaming, or working after the response) is detached:
-//! it runs by itself under its deadline, and dropping the response body before its end, which is what a vanished client
-//! amounts to, stops it.
+//! done, body and all, and nothing was spawned. One that goes on (streaming, or working after the response) is
+//! detached: it runs by itself under its deadline, and dropping the response body before its end, which is what a
+//! vanished client amounts to, stops it.
 
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
@@ -21,9 +21,9 @@ use wasmtime_wasi_http::p2::bindings::http::types::Scheme;
 use wasmtime_wasi_http::{WasiHttpView, handler};
 
 use super::state::State;
-use super::supervise::{Stopped, Supervised};
-use super::{GuestError, fault};
-use crate::failure::{Failure, Fault};
+use super::supervise::Supervised;
+use super::{GuestError, guest_error};
+use crate::failure::{Bug, Fault};
 
 /// A request body as the gateway hands it over.
 pub type RequestBody = UnsyncBoxBody<Bytes, BoxError>;
@@ -35,11 +35,13 @@ pub type Response = http::Response<GuestBody>;
 #[derive(Debug, Default)]
 pub struct Outbound {
     allowed: Vec<String>,
+    /// The first host that was refused.
+    denied: OnceLock<String>,
 }
 
 impl Outbound {
     pub fn new(allowed: &[String]) -> Outbound {
-        Outbound { allowed: allowed.to_vec() }
+        Outbound { allowed: allowed.to_vec(), denied: OnceLock::new() }
     }
 
     pub(crate) fn allows(&self, uri: &http::Uri) -> bool {
@@ -48,7 +50,15 @@ impl Outbound {
             "*" => true,
             rule => rule.eq_ignore_ascii_case(authority.host()) || rule.eq_ignore_ascii_case(authority.as_str()),
         };
-        self.allowed.iter().any(matches)
+        let is_allowed = self.allowed.iter().any(matches);
+        if !is_allowed {
+            self.denied.get_or_init(|| authority.to_string());
+        }
+        is_allowed
+    }
+
+    pub(crate) fn denied(&self) -> Option<&str> {
+        self.denied.get().map(String::as_str)
     }
 }
 
@@ -63,7 +73,8 @@ pub(crate) struct Exchange {
     pub failed: Arc<AtomicBool>,
 }
 
-/// Says that the guest failed unless told otherwise, whichever way its call ends: also by being dropped at its deadline.
+/// Says that the guest failed unless told otherwise, whichever way its call ends: also by being dropped at its
+/// deadline.
 struct FailedUnlessDone {
     failed: Arc<AtomicBool>,
     is_done: bool,
@@ -83,9 +94,10 @@ pub(crate) async fn p2(
     let Exchange { request, head, failed } = exchange;
     let mut outcome = FailedUnlessDone { failed, is_done: false };
     let head = Arc::new(parking_lot::Mutex::new(Some(head)));
+    let hostcall_bytes_max = store.data().call().account.limits.hostcall_bytes_max;
     let mut view = store.data_mut().http();
     let request = request.map(|body| body.map_err(body_error));
-    let request = view.new_incoming_request(Scheme::Http, request).map_err(|e| fault(&e))?;
+    let request = view.new_incoming_request(Scheme::Http, request).map_err(|e| guest_error(&e, hostcall_bytes_max))?;
     let sender = head.clone();
     let outparam = view
         .new_response_outparam_from_callback(move |response| {
@@ -94,16 +106,15 @@ pub(crate) async fn p2(
                 let _ = head.send(sent);
             }
         })
-        .map_err(|e| fault(&e))?;
+        .map_err(|e| guest_error(&e, hostcall_bytes_max))?;
     let handled = proxy.wasi_http_incoming_handler().call_handle(&mut *store, request, outparam).await;
     outcome.is_done = handled.is_ok();
-    let result = handled.map_err(|e| GuestError::from(fault(&e)));
+    let result = handled.map_err(|e| store.data().failed(&e));
     if let Some(head) = head.lock().take() {
         let why = "it returned without setting a response".to_owned();
         let _ = head.send(match &result {
             Ok(()) => Err(Fault::BadResponse { why }.into()),
-            Err(GuestError::Faulted(fault)) => Err(fault.clone().into()),
-            Err(GuestError::Rejected(rejection)) => Err(rejection.clone().into()),
+            Err(error) => Err(error.clone()),
         });
     }
     result
@@ -118,7 +129,10 @@ pub(crate) async fn p3(
     let mut outcome = FailedUnlessDone { failed, is_done: false };
     let request = request.map(|body| body.map_err(body_error).boxed_unsync());
     let (sender, mut response) = futures_channel::oneshot::channel();
-    let Some(service) = slot.take() else { return Err(Fault::Start { why: "it was used up".to_owned() }.into()) };
+    let Some(service) = slot.take() else {
+        return Err(Bug("an instance was leased while another call runs in it".to_owned()).into());
+    };
+    let hostcall_bytes_max = store.data().call().account.limits.hostcall_bytes_max;
     let proxy = handler::Proxy::P3(service);
     let run = store
         .run_concurrent(async |accessor| {
@@ -129,10 +143,10 @@ pub(crate) async fn p3(
             prepared.run(accessor, never).await?;
             let produced = match (&mut response).await {
                 Ok(Ok(response)) => Ok(response),
-                Ok(Err(error)) => Err(bad_response(&error)),
-                Err(_) => Err(Fault::BadResponse { why: "it returned without a response".to_owned() }),
+                Ok(Err(error)) => Err(bad_response(guest_error(&error, hostcall_bytes_max))),
+                Err(_) => Err(Fault::BadResponse { why: "it returned without a response".to_owned() }.into()),
             };
-            let _ = head.send(produced.map_err(GuestError::from));
+            let _ = head.send(produced);
             // The response's body is written by tasks of the guest that run on after the handler returned.
             std::future::poll_fn(|cx| accessor.poll_no_interesting_tasks(cx)).await;
             wasmtime::error::Ok(())
@@ -143,12 +157,12 @@ pub(crate) async fn p3(
     if let handler::Proxy::P3(used) = proxy {
         *slot = Some(used);
     }
-    run.map_err(|e| fault(&e).into())
+    run.map_err(|e| store.data().failed(&e))
 }
 
-fn bad_response(error: &wasmtime::Error) -> Fault {
-    match fault(error) {
-        Fault::Trap { message } => Fault::BadResponse { why: message },
+fn bad_response(error: GuestError) -> GuestError {
+    match error {
+        GuestError::Faulted(Fault::Trap { message }) => Fault::BadResponse { why: message }.into(),
         other => other,
     }
 }
@@ -164,7 +178,7 @@ pub(crate) async fn respond(
     mut head: oneshot::Receiver<Head>,
     failed: Arc<AtomicBool>,
     deadline_ms: u64,
-) -> Result<Response, Failed> {
+) -> Result<Response, GuestError> {
     // The guest is polled first: a handler that answers without waiting is over after this one poll.
     let finished = std::future::poll_fn(|cx| {
         let finished = guest.poll_unpin(cx);
@@ -177,21 +191,12 @@ pub(crate) async fn respond(
     let (finished, head) = finished.await;
     let response = match (head, &finished) {
         // It failed before a byte of its response was sent, so the caller can still be told.
-        (Some(Ok(_)), Poll::Ready(Ok(Err(GuestError::Faulted(fault))))) => {
-            return Err(GuestError::from(fault.clone()).into());
-        }
+        (Some(Ok(_)), Poll::Ready(Ok(Err(error)))) => return Err(error.clone()),
         (Some(Ok(response)), _) => response,
-        (_, Poll::Ready(Err(Stopped::AtDeadline))) => {
-            return Err(GuestError::from(Fault::Deadline { deadline_ms }).into());
-        }
-        (_, Poll::Ready(Err(Stopped::Panicked(message)))) => return Err(Failed::Panicked(message.clone())),
-        (Some(Err(error)), _) => return Err(error.into()),
-        (None, Poll::Ready(Ok(Err(GuestError::Faulted(fault))))) => return Err(GuestError::from(fault.clone()).into()),
-        (None, Poll::Ready(Ok(Err(GuestError::Rejected(r))))) => return Err(GuestError::from(r.clone()).into()),
-        (None, _) => {
-            let why = "it ended without a response".to_owned();
-            return Err(GuestError::from(Fault::BadResponse { why }).into());
-        }
+        (_, Poll::Ready(Err(stopped))) => return Err(stopped.clone().into_error(deadline_ms)),
+        (Some(Err(error)), _) => return Err(error),
+        (None, Poll::Ready(Ok(Err(error)))) => return Err(error.clone()),
+        (None, _) => return Err(Fault::BadResponse { why: "it ended without a response".to_owned() }.into()),
     };
     check_head(&response)?;
     if finished.is_pending() {
@@ -249,18 +254,6 @@ fn rejoin(
         }
     }
     Rejoined { frame: Some(frame), rest }.boxed_unsync()
-}
-
-/// Why there is no response.
-pub(crate) enum Failed {
-    Guest(GuestError),
-    Panicked(String),
-}
-
-impl From<GuestError> for Failed {
-    fn from(error: GuestError) -> Self {
-        Failed::Guest(error)
-    }
 }
 
 /// Refuses heads that would corrupt the connection: the guest frames no messages, we do.
@@ -324,16 +317,6 @@ impl Body for GuestBody {
         match &self.0 {
             Content::Whole(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Content::Streamed { inner, .. } => inner.size_hint(),
-        }
-    }
-}
-
-impl Failed {
-    pub(crate) fn into_failure(self, usage: crate::invoke::Usage) -> Failure {
-        match self {
-            Failed::Guest(GuestError::Rejected(rejection)) => rejection.into(),
-            Failed::Guest(GuestError::Faulted(fault)) => Failure::Faulted(fault, usage),
-            Failed::Panicked(message) => crate::failure::Bug(message).into(),
         }
     }
 }

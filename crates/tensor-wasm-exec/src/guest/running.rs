@@ -49,7 +49,8 @@ pub(crate) struct RunningCall {
     pub used: Used,
 }
 
-/// What a call brings for its guest's WASI context. Held by the guest's store alone: a stream ends when its writer goes.
+/// What a call brings for its guest's WASI context. Held by the guest's store alone: a stream ends when its writer
+/// goes.
 pub(crate) struct Given {
     pub args: Vec<String>,
     pub stdin: Bytes,
@@ -74,6 +75,19 @@ impl RunningCall {
     pub(crate) fn memory_bytes_max(&self) -> u64 {
         let asked = self.serving.revision().settings.memory_bytes.unwrap_or(u64::MAX);
         asked.min(self.account.limits.memory_bytes_max)
+    }
+
+    /// A command's stdout, where that is its result. The log keeps the beginning of it.
+    pub(crate) fn take_stdout(&self) -> Vec<u8> {
+        if self.used.captured.is_streamed.load(Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let mut kept = self.used.captured.stdout.lock();
+        let stdout = std::mem::take(&mut *kept);
+        let room = stdout.len().min(self.account.limits.log_bytes_max);
+        kept.extend_from_slice(&stdout[..room]);
+        self.used.captured.dropped_bytes.fetch_add((stdout.len() - room) as u64, Ordering::Relaxed);
+        stdout
     }
 
     /// stderr, and stdout where it is not the result.

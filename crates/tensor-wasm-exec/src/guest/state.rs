@@ -18,7 +18,7 @@ use super::budget::Budget;
 use super::gpu::Session;
 use super::running::{Given, RunningCall, Surroundings};
 use super::stdio::{Output, Sink, Which};
-use super::supervise;
+use super::{GuestError, supervise};
 use crate::failure::Fault;
 
 /// Handles (streams, pollables, headers, files…) a component may hold at once: they are host memory.
@@ -35,6 +35,8 @@ pub(crate) struct State {
     writing_for: Option<Arc<Mutex<Arc<RunningCall>>>>,
     /// None: no arguments, no input, output to the log.
     given: Option<Box<Given>>,
+    /// The WASI context of a program in the foreground, until its first WASI call.
+    foreground: Option<Box<wasmtime_wasi::WasiCtxBuilder>>,
     // Boxed: a store's data is moved into place, and most guests have neither.
     p1: Option<Box<WasiP1Ctx>>,
     wasi: Option<Box<WasiCtx>>,
@@ -50,29 +52,28 @@ pub(crate) struct State {
 #[derive(Default)]
 struct Hooks(Option<Arc<Surroundings>>);
 
+/// A store for a program in the foreground, which nothing bounds but what the caller sets on it.
+pub(crate) fn foreground_store(
+    engine: &wasmtime::Engine,
+    call: &Arc<RunningCall>,
+    wasi: wasmtime_wasi::WasiCtxBuilder,
+) -> Store<State> {
+    let mut state = State::new(call);
+    state.foreground = Some(Box::new(wasi));
+    let mut store = Store::new(engine, state);
+    store.set_hostcall_fuel(call.account.limits.hostcall_bytes_max);
+    store
+}
+
 /// A store whose guest is interrupted every tick and stopped at its deadline.
 pub(crate) fn store(engine: &wasmtime::Engine, call: &Arc<RunningCall>, given: Option<Box<Given>>) -> Store<State> {
-    let mut http = WasiHttpCtx::new();
-    http.set_field_size_limit(HEADER_BYTES_MAX);
-    let mut table = ResourceTable::new();
-    table.set_max_capacity(HANDLES_MAX);
-    let mut store = Store::new(
-        engine,
-        State {
-            budget: Budget::new(call.clone()),
-            deadline: call.deadline(),
-            writing_for: None,
-            given,
-            p1: None,
-            wasi: None,
-            table,
-            http,
-            hooks: Hooks::default(),
-            session: None,
-            is_counted: false,
-        },
-    );
+    let mut state = State::new(call);
+    state.given = given;
+    state.http.set_field_size_limit(HEADER_BYTES_MAX);
+    state.table.set_max_capacity(HANDLES_MAX);
+    let mut store = Store::new(engine, state);
     store.limiter(|state| &mut state.budget);
+    store.set_hostcall_fuel(call.account.limits.hostcall_bytes_max);
     store.set_epoch_deadline(1);
     store.epoch_deadline_callback(|context| {
         let state = context.data();
@@ -86,6 +87,23 @@ pub(crate) fn store(engine: &wasmtime::Engine, call: &Arc<RunningCall>, given: O
 }
 
 impl State {
+    fn new(call: &Arc<RunningCall>) -> State {
+        State {
+            budget: Budget::new(call.clone()),
+            deadline: call.deadline(),
+            writing_for: None,
+            given: None,
+            foreground: None,
+            p1: None,
+            wasi: None,
+            table: ResourceTable::new(),
+            http: WasiHttpCtx::new(),
+            hooks: Hooks::default(),
+            session: None,
+            is_counted: false,
+        }
+    }
+
     /// Counts the instance, which now exists, until its store is gone.
     pub(crate) fn count(&mut self) {
         let metrics = &self.call().surroundings.metrics;
@@ -97,6 +115,11 @@ impl State {
     /// The call it runs, or ran last.
     pub(crate) fn call(&self) -> &Arc<RunningCall> {
         &self.budget.call
+    }
+
+    /// What an error of its guest amounts to.
+    pub(crate) fn failed(&self, error: &wasmtime::Error) -> GuestError {
+        super::guest_error(error, self.call().account.limits.hostcall_bytes_max)
     }
 
     /// Takes back what a store was given whose instance could not be made.
@@ -121,6 +144,9 @@ impl State {
     }
 
     fn builder(&mut self) -> wasmtime_wasi::WasiCtxBuilder {
+        if let Some(foreground) = self.foreground.take() {
+            return *foreground;
+        }
         let call = &self.budget.call;
         let writing_for = self.writing_for.get_or_insert_with(|| Arc::new(Mutex::new(call.clone())));
         let output = |which, sink: Sink| Output { sink, which, call: writing_for.clone() };

@@ -1,5 +1,6 @@
 //! Where a guest's stdout and stderr go. Never to the server's own: they are kept for `logs` up to a limit, or they are
-//! the result of a command, or they are streamed to the caller as they come.
+//! the result of a command, or they are streamed to the caller as they come. Of the latter two the log has the
+//! beginning, up to the same limit.
 
 use std::io;
 use std::pin::Pin;
@@ -27,6 +28,8 @@ pub(crate) struct Captured {
     has_output: AtomicBool,
     pub stdout: Mutex<Vec<u8>>,
     pub stderr: Mutex<Vec<u8>>,
+    /// stdout was sent on as it came: what is kept of it is for the log, and is not the result.
+    pub is_streamed: AtomicBool,
     /// Bytes beyond the limit, counted and dropped.
     pub dropped_bytes: AtomicU64,
 }
@@ -75,7 +78,10 @@ impl Output {
         let (bytes_max, strict) = match &self.sink {
             Sink::Log { bytes_max } => (*bytes_max, false),
             Sink::Result { bytes_max } => (*bytes_max, true),
-            Sink::Stream(_) => return Ok(()),
+            Sink::Stream(_) => {
+                captured.is_streamed.store(true, Ordering::Relaxed);
+                (call.account.limits.log_bytes_max, false)
+            }
         };
         let room = bytes_max.saturating_sub(kept.len()).min(bytes.len());
         kept.extend_from_slice(&bytes[..room]);
@@ -108,11 +114,11 @@ impl StdoutStream for Output {
 impl OutputStream for Output {
     fn write(&mut self, bytes: Bytes) -> StreamResult<()> {
         if let Sink::Stream(sender) = &self.sink {
-            return match sender.try_send(bytes) {
-                Ok(()) => Ok(()),
-                Err(mpsc::error::TrySendError::Closed(_)) => Err(StreamError::Closed),
-                Err(mpsc::error::TrySendError::Full(_)) => Err(StreamError::trap("write exceeded budget")),
-            };
+            match sender.try_send(bytes.clone()) {
+                Ok(()) => {}
+                Err(mpsc::error::TrySendError::Closed(_)) => return Err(StreamError::Closed),
+                Err(mpsc::error::TrySendError::Full(_)) => return Err(StreamError::trap("write exceeded budget")),
+            }
         }
         self.accept(&bytes).map_err(|fault| StreamError::Trap(wasmtime::Error::new(fault)))
     }
@@ -158,9 +164,8 @@ impl AsyncWrite for Writer {
         if let Sink::Stream(sender) = &self.output.sink {
             let (sender, bytes) = (sender.clone(), Bytes::copy_from_slice(chunk));
             self.sending = Some(Box::pin(async move { sender.send(bytes).await }));
-        } else {
-            self.output.accept(chunk).map_err(io::Error::other)?;
         }
+        self.output.accept(chunk).map_err(io::Error::other)?;
         Poll::Ready(Ok(chunk.len()))
     }
 

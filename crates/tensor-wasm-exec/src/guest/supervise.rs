@@ -17,7 +17,9 @@ use rustix::time::{ClockId, clock_gettime};
 use tokio::task::JoinHandle;
 use tokio::time::Sleep;
 
+use super::GuestError;
 use super::running::RunningCall;
+use crate::failure::{Bug, Fault};
 
 /// Time slices (of `engine::TICK`) a guest may compute on a serving thread. The first tick may come at once, so two
 /// mean between one and two milliseconds.
@@ -32,10 +34,10 @@ pub(crate) fn slice_ended() {
     SLICE_ENDED.set(true);
 }
 
-pub(crate) type Guest<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+pub(crate) type GuestFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// Why a guest has no result of its own.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Stopped {
     /// It was still running at its deadline and has been dropped.
     AtDeadline,
@@ -43,9 +45,18 @@ pub(crate) enum Stopped {
     Panicked(String),
 }
 
+impl Stopped {
+    pub(crate) fn into_error(self, deadline_ms: u64) -> GuestError {
+        match self {
+            Stopped::AtDeadline => Fault::Deadline { deadline_ms }.into(),
+            Stopped::Panicked(message) => Bug(message).into(),
+        }
+    }
+}
+
 /// A guest being driven. Dropping it stops the guest, wherever it runs.
 pub(crate) struct Supervised<T> {
-    place: Place<T>,
+    driven: DrivenOn<T>,
     timer: Option<Pin<Box<Sleep>>>,
     /// When what leads up to the first poll began, if nothing was waited for since.
     begun: Option<Instant>,
@@ -53,21 +64,23 @@ pub(crate) struct Supervised<T> {
     call: Arc<RunningCall>,
 }
 
-enum Place<T> {
-    Here(Guest<T>),
+/// Which runtime polls the guest.
+enum DrivenOn<T> {
+    Here(GuestFuture<T>),
     Moved(AbortOnDrop<Result<T, Stopped>>),
     Over,
 }
 
 impl<T: Send + 'static> Supervised<T> {
-    pub(crate) fn new(guest: Guest<T>, call: Arc<RunningCall>, begun: Option<Instant>) -> Self {
-        Supervised { place: Place::Here(guest), timer: None, begun, slices: 0, call }
+    pub(crate) fn new(guest: GuestFuture<T>, call: Arc<RunningCall>, begun: Option<Instant>) -> Self {
+        Supervised { driven: DrivenOn::Here(guest), timer: None, begun, slices: 0, call }
     }
 
-    /// Lets the guest go on by itself on the background runtime, until it ends, meets its deadline or `self` is dropped.
+    /// Lets the guest go on by itself on the background runtime, until it ends, meets its deadline or `self` is
+    /// dropped.
     pub(crate) fn detach(&mut self) {
-        if let Place::Here(_) = &self.place {
-            let Place::Here(guest) = std::mem::replace(&mut self.place, Place::Over) else { return };
+        if let DrivenOn::Here(_) = &self.driven {
+            let DrivenOn::Here(guest) = std::mem::replace(&mut self.driven, DrivenOn::Over) else { return };
             let call = self.call.clone();
             let task = async move {
                 let mut guest = guest;
@@ -79,13 +92,13 @@ impl<T: Send + 'static> Supervised<T> {
                 });
                 tokio::time::timeout_at(call.deadline().into(), driven).await.unwrap_or(Err(Stopped::AtDeadline))
             };
-            self.place = Place::Moved(AbortOnDrop(Some(self.call.surroundings.background.spawn(task))));
+            self.driven = DrivenOn::Moved(AbortOnDrop(Some(self.call.surroundings.background.spawn(task))));
         }
     }
 
     /// Lets a detached guest run to its end even though nobody waits for it any more.
     pub(crate) fn outlive(&mut self) {
-        if let Place::Moved(task) = std::mem::replace(&mut self.place, Place::Over) {
+        if let DrivenOn::Moved(task) = std::mem::replace(&mut self.driven, DrivenOn::Over) {
             task.release();
         }
     }
@@ -96,26 +109,27 @@ impl<T: Send + 'static> Future for Supervised<T> {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        let done = match &mut this.place {
-            Place::Here(guest) => {
+        let done = match &mut this.driven {
+            DrivenOn::Here(guest) => {
                 SLICE_ENDED.set(false);
-                // The clock of the thread is a system call, a tenth of an empty call. Here a poll is at most a slice long and
-                // hardly ever preempted, so the time it took is the time it computed. Reading the other clock is felt too.
+                // The clock of the thread is a system call, a tenth of an empty call. Here a poll is at most a slice
+                // long and hardly ever preempted, so the time it took is the time it computed. Reading the other clock
+                // is felt too.
                 let before = this.begun.take().unwrap_or_else(Instant::now);
                 let poll = poll_caught(guest, cx);
                 let now = Instant::now();
                 this.call.add_cpu(now - before, now);
                 poll
             }
-            Place::Moved(AbortOnDrop(None)) => Poll::Pending,
-            Place::Moved(AbortOnDrop(Some(task))) => {
+            DrivenOn::Moved(AbortOnDrop(None)) => Poll::Pending,
+            DrivenOn::Moved(AbortOnDrop(Some(task))) => {
                 let joined = std::task::ready!(Pin::new(task).poll(cx));
                 return Poll::Ready(joined.unwrap_or_else(|error| Err(Stopped::Panicked(error.to_string()))));
             }
-            Place::Over => Poll::Pending,
+            DrivenOn::Over => Poll::Pending,
         };
         if let Poll::Ready(done) = done {
-            this.place = Place::Over;
+            this.driven = DrivenOn::Over;
             return Poll::Ready(done);
         }
         if SLICE_ENDED.get() {
@@ -129,13 +143,13 @@ impl<T: Send + 'static> Future for Supervised<T> {
         let deadline = this.call.deadline();
         let timer = this.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline.into())));
         timer.as_mut().poll(cx).map(|()| {
-            this.place = Place::Over;
+            this.driven = DrivenOn::Over;
             Err(Stopped::AtDeadline)
         })
     }
 }
 
-fn poll_caught<T>(guest: &mut Guest<T>, cx: &mut Context<'_>) -> Poll<Result<T, Stopped>> {
+fn poll_caught<T>(guest: &mut GuestFuture<T>, cx: &mut Context<'_>) -> Poll<Result<T, Stopped>> {
     // After a panic the guest is dropped without being polled again, so a torn state is never seen.
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| guest.as_mut().poll(cx))) {
         Ok(poll) => poll.map(Ok),
@@ -167,5 +181,23 @@ impl<T> Drop for AbortOnDrop<T> {
         if let Some(task) = &self.0 {
             task.abort();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_is_a_bug_of_ours() {
+        async fn broken() {
+            panic!("a host function is wrong");
+        }
+        let mut guest: GuestFuture<()> = Box::pin(broken());
+        let stopped = poll_fn(|cx| poll_caught(&mut guest, cx)).await.unwrap_err();
+        assert_eq!(stopped, Stopped::Panicked("a host function is wrong".to_owned()));
+        let error = stopped.into_error(10);
+        assert!(matches!(&error, GuestError::Bug(Bug(why)) if why == "a host function is wrong"), "{error:?}");
+        assert!(matches!(Stopped::AtDeadline.into_error(10), GuestError::Faulted(Fault::Deadline { deadline_ms: 10 })));
     }
 }

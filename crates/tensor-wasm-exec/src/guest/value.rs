@@ -39,11 +39,11 @@ type Decoded<T> = Result<T, Mismatch>;
 #[derive(Clone, Copy)]
 pub struct Path<'a> {
     parent: Option<&'a Path<'a>>,
-    step: Step<'a>,
+    step: PathStep<'a>,
 }
 
 #[derive(Clone, Copy)]
-enum Step<'a> {
+enum PathStep<'a> {
     Root(&'a str),
     Index(usize),
     Field(&'a str),
@@ -51,23 +51,23 @@ enum Step<'a> {
 
 impl<'a> Path<'a> {
     pub fn root(name: &'a str) -> Path<'a> {
-        Path { parent: None, step: Step::Root(name) }
+        Path { parent: None, step: PathStep::Root(name) }
     }
 
     pub fn index(&'a self, index: usize) -> Path<'a> {
-        Path { parent: Some(self), step: Step::Index(index) }
+        Path { parent: Some(self), step: PathStep::Index(index) }
     }
 
     pub fn field(&'a self, name: &'a str) -> Path<'a> {
-        Path { parent: Some(self), step: Step::Field(name) }
+        Path { parent: Some(self), step: PathStep::Field(name) }
     }
 
     fn write(&self) -> String {
         let mut text = self.parent.map_or_else(String::new, |parent| parent.write());
         match self.step {
-            Step::Root(name) => text.push_str(name),
-            Step::Index(index) => text.push_str(&format!("[{index}]")),
-            Step::Field(name) => text.push_str(&format!(".{name}")),
+            PathStep::Root(name) => text.push_str(name),
+            PathStep::Index(index) => text.push_str(&format!("[{index}]")),
+            PathStep::Field(name) => text.push_str(&format!(".{name}")),
         }
         text
     }
@@ -337,10 +337,10 @@ fn float(value: &Value, at: Path<'_>) -> Decoded<f64> {
 fn float32(value: &Value, at: Path<'_>) -> Decoded<f32> {
     let wide = float(value, at)?;
     let narrow = wide as f32;
-    match wide.is_finite() && narrow.is_infinite() {
-        true => at.wrong(format!("{wide:e} does not fit f32")),
-        false => Ok(narrow),
+    if wide.is_finite() && narrow.is_infinite() {
+        return at.wrong(format!("{wide:e} does not fit f32"));
     }
+    Ok(narrow)
 }
 
 fn encode_float(x: f64) -> Value {
@@ -354,10 +354,10 @@ fn encode_float(x: f64) -> Value {
 
 /// The shortest decimal that reads back as the same f32, so that 0.1 is answered as 0.1.
 fn encode_f32(x: f32) -> Value {
-    match x.is_finite() {
-        true => x.to_string().parse().map_or(Value::Null, encode_float),
-        false => encode_float(x.into()),
+    if !x.is_finite() {
+        return encode_float(x.into());
     }
+    x.to_string().parse().map_or(Value::Null, encode_float)
 }
 
 fn single(value: &Value) -> Option<(&str, &Value)> {

@@ -8,8 +8,12 @@ use wasmtime_wasi::WasiView;
 use wasmtime_wasi::p2::{DynPollable, Pollable, subscribe};
 
 use self::bindings::tensor_wasm::gpu::compute::{self, Error, Info, Kind, Size};
+use super::error::{ErrorKind, GpuError};
 use super::{HeldModule, State};
-use tensor_wasm_launch::{Argument, KernelError, Launch};
+use tensor_wasm_launch::{Argument, Launch};
+
+/// Interfaces of it begin with this.
+pub(crate) const PACKAGE: &str = "tensor-wasm:gpu/";
 
 /// What one call may read: it is copied through the host's memory.
 const READ_BYTES_MAX: u64 = 16 << 20;
@@ -51,40 +55,23 @@ pub(crate) fn add_to_linker(linker: &mut Linker<State>) -> wasmtime::Result<()> 
     compute::add_to_linker::<State, HasSelf<State>>(linker, |state| state)
 }
 
-impl From<KernelError> for Error {
-    fn from(error: KernelError) -> Error {
-        let text = error.to_string();
-        match error {
-            KernelError::Refused(tensor_wasm_jit::Refusal::NoSuchKernel { .. }) => Error::NoSuchKernel(text),
-            KernelError::Refused(_) => Error::InvalidModule(text),
-            KernelError::Arguments(_) => Error::InvalidLaunch(text),
-            KernelError::Trap(_) => Error::Trap(text),
-            KernelError::Deadline(_) => Error::Deadline(text),
-            KernelError::Denied(_) => Error::Denied(text),
-            KernelError::Busy(_) => Error::Busy(text),
-            KernelError::Bug(_) => Error::Failed(text),
-            KernelError::Device(error) => match error {
-                DeviceError::OutOfMemory { asked_bytes } | DeviceError::OverQuota { asked_bytes, .. } => {
-                    Error::OutOfMemory(asked_bytes)
-                }
-                DeviceError::OutOfRange { .. } | DeviceError::ZeroSize => Error::OutOfRange(text),
-                DeviceError::BadModule { .. } => Error::InvalidModule(text),
-                DeviceError::NoSuchKernel { .. } => Error::NoSuchKernel(text),
-                DeviceError::BadParams { .. } | DeviceError::BadLaunch { .. } => Error::InvalidLaunch(text),
-                DeviceError::DeviceLost { .. } => Error::DeviceLost(text),
-                DeviceError::Busy { .. } => Error::Busy(text),
-                DeviceError::StaleHandle
-                | DeviceError::ForeignHandle
-                | DeviceError::Unsupported { .. }
-                | DeviceError::Refused { .. } => Error::Failed(text),
-            },
+impl From<GpuError> for Error {
+    fn from(error: GpuError) -> Error {
+        let text = error.text;
+        match error.kind {
+            ErrorKind::Denied => Error::Denied(text),
+            ErrorKind::OutOfMemory => Error::OutOfMemory(error.asked_bytes),
+            ErrorKind::OutOfRange => Error::OutOfRange(text),
+            ErrorKind::InvalidModule => Error::InvalidModule(text),
+            ErrorKind::NoSuchKernel => Error::NoSuchKernel(text),
+            ErrorKind::InvalidLaunch => Error::InvalidLaunch(text),
+            ErrorKind::Trap => Error::Trap(text),
+            ErrorKind::Deadline => Error::Deadline(text),
+            ErrorKind::DeviceLost => Error::DeviceLost(text),
+            ErrorKind::Busy => Error::Busy(text),
+            // Handles are the component model's: one that is not there never gets here.
+            ErrorKind::NoSuchHandle | ErrorKind::Failed => Error::Failed(text),
         }
-    }
-}
-
-impl From<DeviceError> for Error {
-    fn from(error: DeviceError) -> Error {
-        KernelError::from(error).into()
     }
 }
 
@@ -96,7 +83,7 @@ macro_rules! try_answer {
     ($result:expr) => {
         match $result {
             Ok(value) => value,
-            Err(error) => return Ok(Err(Error::from(error))),
+            Err(error) => return Ok(Err(GpuError::of(error)?.into())),
         }
     };
 }
@@ -147,7 +134,7 @@ impl compute::HostBuffer for State {
         let (handle, size) = self.device_buffer(&buffer)?;
         let stream = try_answer!(self.stream().await).stream;
         if offset.checked_add(bytes).is_none_or(|end| end > size) {
-            return Ok(Err(DeviceError::OutOfRange { offset, len: bytes, size }.into()));
+            return Ok(Err(GpuError::of(DeviceError::OutOfRange { offset, len: bytes, size })?.into()));
         }
         let Some(len) = usize::try_from(bytes).ok().filter(|_| bytes <= READ_BYTES_MAX) else {
             let why = format!("{bytes} bytes at once; read at most {READ_BYTES_MAX} and then the next");

@@ -7,10 +7,11 @@ use slab::Slab;
 use tensor_wasm_gpu::{Buffer, DeviceError, Handle};
 use wasmtime::{Caller, Extern, Linker, Memory};
 
+use super::error::{ErrorKind, GpuError};
 use super::{HeldModule, State};
 use tensor_wasm_launch::{Argument, KernelError, Launch};
 
-const MODULE: &str = "wasi:cuda/host@0.2.0";
+pub(crate) const MODULE: &str = "wasi:cuda/host@0.2.0";
 
 /// Kernels and buffers of an instance, counted together.
 const HANDLES_MAX: usize = 10_000;
@@ -36,63 +37,8 @@ struct Held {
     bytes: u64,
 }
 
-/// What a function returns instead of a result.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(i32)]
-enum Code {
-    Denied = -1,
-    OutOfMemory = -2,
-    OutOfRange = -3,
-    InvalidModule = -4,
-    NoSuchKernel = -5,
-    InvalidLaunch = -6,
-    Trap = -7,
-    Deadline = -8,
-    DeviceLost = -9,
-    Busy = -10,
-    NoSuchHandle = -11,
-    Failed = -12,
-}
-
-/// An error of the guest's to handle.
-struct Refused(Code, String);
-
-impl From<KernelError> for Refused {
-    fn from(error: KernelError) -> Refused {
-        let code = match &error {
-            KernelError::Refused(tensor_wasm_jit::Refusal::NoSuchKernel { .. }) => Code::NoSuchKernel,
-            KernelError::Refused(_) => Code::InvalidModule,
-            KernelError::Arguments(_) => Code::InvalidLaunch,
-            KernelError::Trap(_) => Code::Trap,
-            KernelError::Deadline(_) => Code::Deadline,
-            KernelError::Denied(_) => Code::Denied,
-            KernelError::Busy(_) => Code::Busy,
-            KernelError::Bug(_) => Code::Failed,
-            KernelError::Device(error) => match error {
-                DeviceError::OutOfMemory { .. } | DeviceError::OverQuota { .. } => Code::OutOfMemory,
-                DeviceError::OutOfRange { .. } | DeviceError::ZeroSize => Code::OutOfRange,
-                DeviceError::BadModule { .. } => Code::InvalidModule,
-                DeviceError::NoSuchKernel { .. } => Code::NoSuchKernel,
-                DeviceError::BadParams { .. } | DeviceError::BadLaunch { .. } => Code::InvalidLaunch,
-                DeviceError::DeviceLost { .. } => Code::DeviceLost,
-                DeviceError::Busy { .. } => Code::Busy,
-                DeviceError::StaleHandle
-                | DeviceError::ForeignHandle
-                | DeviceError::Unsupported { .. }
-                | DeviceError::Refused { .. } => Code::Failed,
-            },
-        };
-        Refused(code, error.to_string())
-    }
-}
-
-impl From<DeviceError> for Refused {
-    fn from(error: DeviceError) -> Refused {
-        KernelError::from(error).into()
-    }
-}
-
-type Answer<T> = Result<T, Refused>;
+/// A result, or an error of the guest's to handle.
+type Answer<T> = Result<T, GpuError>;
 
 pub(crate) fn add_to_linker(linker: &mut Linker<State>) -> wasmtime::Result<()> {
     linker.func_wrap_async(MODULE, "wasi_cuda_load_ptx", |caller, args: (u32, u32, u32, u32)| {
@@ -162,8 +108,16 @@ fn low(value: i64) -> i32 {
 /// A core module that calls one of the functions above.
 struct Guest<'a>(Caller<'a, State>);
 
-fn no_such(what: &str, handle: i64) -> Refused {
-    Refused(Code::NoSuchHandle, format!("there is no {what} {handle}"))
+fn no_such(what: &str, handle: i64) -> GpuError {
+    GpuError::new(ErrorKind::NoSuchHandle, format!("there is no {what} {handle}"))
+}
+
+/// Nothing but that it went well, or the error.
+fn answered(done: Result<(), impl Into<KernelError>>) -> wasmtime::Result<Answer<i64>> {
+    Ok(match done {
+        Ok(()) => Ok(0),
+        Err(error) => Err(GpuError::of(error)?),
+    })
 }
 
 fn index(handle: i64, first: i64) -> Option<usize> {
@@ -177,9 +131,9 @@ impl Guest<'_> {
     /// What the guest gets: a result, or the number of an error, whose text it may ask for. Addresses that are not its
     /// own end it.
     fn answer(&mut self, answer: wasmtime::Result<Answer<i64>>) -> wasmtime::Result<i64> {
-        Ok(answer?.unwrap_or_else(|Refused(code, text)| {
+        Ok(answer?.unwrap_or_else(|GpuError { kind, text, .. }| {
             self.0.data_mut().session().flat.last_error = text;
-            code as i64
+            kind as i64
         }))
     }
 
@@ -206,7 +160,8 @@ impl Guest<'_> {
         if flat.kernels.len() + flat.buffers.len() < HANDLES_MAX {
             return Ok(());
         }
-        Err(Refused(Code::OutOfMemory, format!("it holds {HANDLES_MAX} kernels and buffers already")))
+        let why = format!("it holds {HANDLES_MAX} kernels and buffers already");
+        Err(GpuError::new(ErrorKind::OutOfMemory, why))
     }
 
     async fn load(
@@ -217,20 +172,20 @@ impl Guest<'_> {
             return Ok(Err(refused));
         }
         if let Err(error) = super::check_module_bytes(code_len as usize) {
-            return Ok(Err(error.into()));
+            return Ok(Err(GpuError::of(error)?));
         }
         if entry_len as usize > NAME_BYTES_MAX {
-            return Ok(Err(Refused(Code::NoSuchKernel, format!("a name of {entry_len} bytes"))));
+            return Ok(Err(GpuError::new(ErrorKind::NoSuchKernel, format!("a name of {entry_len} bytes"))));
         }
         // Copied before they are looked at: a kernel of the guest's may change what lies in pinned memory meanwhile.
         let (wasm, entry) = (self.bytes(code, code_len)?.to_vec(), self.bytes(entry, entry_len)?.to_vec());
         let entry = String::from_utf8_lossy(&entry).into_owned();
         let module = match self.0.data_mut().kernel_module(wasm).await {
             Ok(module) => module,
-            Err(error) => return Ok(Err(error.into())),
+            Err(error) => return Ok(Err(GpuError::of(error)?)),
         };
         if let Err(error) = module.module.has(&entry) {
-            return Ok(Err(error.into()));
+            return Ok(Err(GpuError::of(error)?));
         }
         let number = self.flat().kernels.insert((Arc::new(module), entry));
         Ok(Ok(i64::try_from(number).unwrap_or(i64::MAX)))
@@ -253,7 +208,7 @@ impl Guest<'_> {
     ) -> wasmtime::Result<Answer<i64>> {
         let found = index(kernel, 0).and_then(|at| self.flat().kernels.get(at).cloned());
         let Some((module, name)) = found else { return Ok(Err(no_such("kernel", kernel))) };
-        let invalid = |why: &str| Ok(Err(Refused(Code::InvalidLaunch, why.to_owned())));
+        let invalid = |why: &str| Ok(Err(GpuError::new(ErrorKind::InvalidLaunch, why.to_owned())));
         if shared_bytes != 0 {
             return invalid("a kernel asks for shared memory itself, with kernel.shared; pass 0");
         }
@@ -271,7 +226,7 @@ impl Guest<'_> {
                 self.flat().launches.push(launch);
                 Ok(Ok(0))
             }
-            Err(error) => Ok(Err(error.into())),
+            Err(error) => Ok(Err(GpuError::of(error)?)),
         }
     }
 
@@ -279,14 +234,15 @@ impl Guest<'_> {
     fn arguments(&mut self, packed: &[u8]) -> Answer<Vec<Argument>> {
         let mut rest = packed;
         let mut arguments = Vec::new();
-        let cut = || Refused(Code::InvalidLaunch, "the packed arguments end in the middle of one".to_owned());
+        let cut =
+            || GpuError::new(ErrorKind::InvalidLaunch, "the packed arguments end in the middle of one".to_owned());
         while let Some((tag, after)) = rest.split_first() {
             let len = match tag {
                 1 | 3 | 5 => 4,
                 2 | 4 | 6 | 7 | 8 => 8,
                 other => {
                     let why = format!("{other:#04x} is no tag of an argument; tags are 01 to 08");
-                    return Err(Refused(Code::InvalidLaunch, why));
+                    return Err(GpuError::new(ErrorKind::InvalidLaunch, why));
                 }
             };
             let (value, after) = after.split_at_checked(len).ok_or_else(cut)?;
@@ -309,10 +265,11 @@ impl Guest<'_> {
 
     /// A pointer into the guest's own memory, where the device sees that.
     fn pointer(&mut self, offset: u64, bytes: u64) -> Answer<Argument> {
-        let memory = self.memory().map_err(|error| Refused(Code::InvalidLaunch, error.to_string()))?;
+        let memory = self.memory().map_err(|error| GpuError::new(ErrorKind::InvalidLaunch, error.to_string()))?;
         let size = memory.data_size(&self.0) as u64;
         if offset + bytes > size {
-            return Err(DeviceError::OutOfRange { offset, len: bytes, size }.into());
+            let error = DeviceError::OutOfRange { offset, len: bytes, size };
+            return Err(GpuError::new(ErrorKind::OutOfRange, error.to_string()));
         }
         let base = memory.data_ptr(&self.0) as usize;
         match self.0.data().call().surroundings.pinned.find(base) {
@@ -320,7 +277,7 @@ impl Guest<'_> {
             None => {
                 let why =
                     "the device does not see the module's memory; deploy it with --memory pinned, or pass buffers";
-                Err(Refused(Code::InvalidLaunch, why.to_owned()))
+                Err(GpuError::new(ErrorKind::InvalidLaunch, why.to_owned()))
             }
         }
     }
@@ -337,7 +294,7 @@ impl Guest<'_> {
         for launch in &mut launches {
             let ended = launch.wait().await;
             if first.is_ok() {
-                first = ended.map(|()| 0).map_err(Refused::from);
+                first = answered(ended)?;
             }
         }
         Ok(first)
@@ -354,7 +311,7 @@ impl Guest<'_> {
                 let number = self.flat().buffers.insert(Held { buffer, bytes });
                 Ok(i64::try_from(number).unwrap_or(i64::MAX - 1) + FIRST_BUFFER)
             }
-            Err(error) => Err(error.into()),
+            Err(error) => Err(GpuError::of(error)?),
         })
     }
 
@@ -370,11 +327,11 @@ impl Guest<'_> {
         };
         let stream = match self.0.data_mut().stream().await {
             Ok(stream) => stream.stream,
-            Err(error) => return Ok(Err(error.into())),
+            Err(error) => return Ok(Err(GpuError::of(error)?)),
         };
         let bytes = self.bytes(at, len)?;
         let written = stream.write(buffer, offset.cast_unsigned(), bytes).await;
-        Ok(written.map(|()| 0).map_err(Refused::from))
+        answered(written)
     }
 
     async fn read(&mut self, (at, handle, offset, len): (u32, i64, i64, u32)) -> wasmtime::Result<Answer<i64>> {
@@ -384,11 +341,11 @@ impl Guest<'_> {
         };
         let stream = match self.0.data_mut().stream().await {
             Ok(stream) => stream.stream,
-            Err(error) => return Ok(Err(error.into())),
+            Err(error) => return Ok(Err(GpuError::of(error)?)),
         };
         let bytes = self.bytes(at, len)?;
         let read = stream.read(buffer, offset.cast_unsigned(), bytes).await;
-        Ok(read.map(|()| 0).map_err(Refused::from))
+        answered(read)
     }
 
     fn copy_error(&mut self, at: u32, len: u32) -> wasmtime::Result<i64> {

@@ -1,8 +1,9 @@
-//! The device, as guests see it: `component.rs` for components, `flat.rs` for core modules, and here what both are: a
-//! guest's part of what its tenant has on the device, with a stream of its own. Whatever a guest holds goes back with
-//! its instance, and what it launched and did not wait for is stopped.
+//! The device, as guests see it: `component.rs` for components, `flat.rs` for core modules, `error.rs` what both are
+//! told, and here what both are: a guest's part of what its tenant has on the device, with a stream of its own.
+//! Whatever a guest holds goes back with its instance, and what it launched and did not wait for is stopped.
 
 pub(crate) mod component;
+mod error;
 pub(crate) mod flat;
 
 use std::sync::Arc;
@@ -79,11 +80,6 @@ fn tenant_limits(limits: &Limits) -> TenantLimits {
     }
 }
 
-/// A task of ours that panicked or was cancelled: no fault of the guest's.
-fn ended(error: tokio::task::JoinError) -> KernelError {
-    KernelError::Bug(format!("a task ended: {error}"))
-}
-
 /// Whether the call's function may use the device at all.
 fn allowed(call: &RunningCall) -> Result<(), KernelError> {
     let denied = |why: &str| Err(KernelError::Denied(why.to_owned()));
@@ -116,7 +112,7 @@ impl State {
                 let kernels = kernels.clone();
                 let open = if is_trusted { Kernels::trusted_tenant } else { Kernels::tenant };
                 let opened = call.surroundings.background.spawn_blocking(move || open(&kernels, &name, limits));
-                opened.await.map_err(ended)??
+                opened.await.map_err(error::ended)??
             }
         };
         let stream = tenant.stream();
@@ -133,7 +129,7 @@ impl State {
         let stream = self.stream().await?;
         let background = self.call().surroundings.background.clone();
         let allocated = background.spawn_blocking(move || stream.kernels.tenant.buffer(bytes)).await;
-        Ok(allocated.map_err(ended)??)
+        Ok(allocated.map_err(error::ended)??)
     }
 
     /// Reads a kernel module.
@@ -168,7 +164,7 @@ impl State {
         if bytes <= READ_AT_ONCE_BYTES_MAX {
             return read();
         }
-        surroundings.background.spawn_blocking(read).await.map_err(ended)?
+        surroundings.background.spawn_blocking(read).await.map_err(error::ended)?
     }
 
     async fn launch(
