@@ -1,5 +1,6 @@
-//! Kernels on the CPU device against the same loops in Rust, built for the same instructions and run by as many threads; and
-//! where there is a GPU, what a guest waits for a launch against what a program waits that has the GPU to itself.
+//! Kernels on the CPU device against the same loops in Rust, built for the same instructions and run by as many
+//! threads; and where there is a GPU, what a guest waits for a launch against what a program waits that has the GPU to
+//! itself.
 
 #![allow(unsafe_code, reason = "native loops for the instructions that the kernels are compiled for")]
 #![allow(clippy::cast_possible_wrap, reason = "sizes of the benchmarks")]
