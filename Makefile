@@ -75,13 +75,12 @@ fmt-check:
 lint:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
-# Lints of the guests, the SDK and the fuzz targets, each for what it is built for.
+# Lints of the guests and the SDK, each for what it is built for.
 lint-guests: guests
 	cd guests && cargo clippy --release --locked --target wasm32-wasip2 -- -D warnings
 	cd guests && cargo clippy --release --locked --target wasm32-wasip2 -p tensor-wasm-sdk -- -D warnings
 	cd guests && cargo clippy --release --locked --target wasm32-unknown-unknown \
 		-p kernels -p example-kernels -p gpu-saxpy-core -p tensor-wasm-kernel -p tensor-wasm-flat -- -D warnings
-	cd fuzz && cargo clippy --locked -- -D warnings
 
 # Whether the papers match the code, and the code its own rules.
 tidy:

@@ -1,5 +1,5 @@
-//! What the spine costs: `invoke` of an empty export in process, against instantiate + call on bare Wasmtime from a pool
-//! configured alike.
+//! What the spine costs: `invoke` of an empty export in process, against instantiate + call on bare Wasmtime from a
+//! pool configured alike.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Checks of manifests: workspace lints, and dependencies that nothing names.
+//! Checks of manifests: workspace lints, dependencies that nothing names, and those that cross a boundary.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,6 +58,35 @@ pub(super) fn dependencies(tree: &Tree) -> BTreeMap<String, Vec<String>> {
         unused.for_each(|name| complain(path, format!("{name} is taken by no crate")));
     }
     found
+}
+
+/// What a crate must not depend on, as the table of crates in `ARCHITECTURE.md` has it. Tests and benchmarks may.
+const FORBIDDEN: [(&str, &[&str]); 5] = [
+    ("tensor-wasm-jit", &["tensor-wasm-", "wasmtime", "cudarc", "tokio", "rustix", "libc", "redb", "axum", "hyper"]),
+    ("tensor-wasm-gpu", &["tensor-wasm-", "wasmtime", "wasmparser", "wasm-encoder", "redb", "axum", "hyper", "http"]),
+    (
+        "tensor-wasm-launch",
+        &["tensor-wasm-exec", "tensor-wasm-api", "wasmtime", "cudarc", "redb", "axum", "hyper", "http", "clap"],
+    ),
+    ("tensor-wasm-exec", &["tensor-wasm-api", "cudarc", "axum", "utoipa", "clap"]),
+    ("tensor-wasm-api", &["wasmtime", "cudarc", "redb", "clap"]),
+];
+
+/// Crates depend along the line that `ARCHITECTURE.md` draws, and on nothing that another layer is there for.
+pub(super) fn boundaries(tree: &Tree) -> Vec<String> {
+    let mut complaints = Vec::new();
+    for (name, forbidden) in FORBIDDEN {
+        let path = format!("crates/{name}/Cargo.toml");
+        let Some(manifest) = tree.files.get(&path).and_then(|text| text.parse().ok()) else {
+            complaints.push(format!("{path} is missing"));
+            continue;
+        };
+        let over = |dependency: &String| forbidden.iter().any(|prefix| dependency.starts_with(prefix));
+        for dependency in names(&manifest, "dependencies").into_iter().filter(over) {
+            complaints.push(format!("{path}: {dependency} is not for this crate, see ARCHITECTURE.md"));
+        }
+    }
+    complaints
 }
 
 /// The dependencies of one kind, of every platform.

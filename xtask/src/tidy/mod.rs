@@ -57,7 +57,7 @@ pub(crate) fn check(tighten: bool) -> anyhow::Result<()> {
     if tighten {
         return ratchet::tighten(&tree);
     }
-    let checks: [(&str, Check); 17] = [
+    let checks: [(&str, Check); 18] = [
         ("papers name files that exist, by their whole path", paths),
         ("links of papers lead somewhere", links),
         ("comments name files that exist", sources::comments),
@@ -74,6 +74,7 @@ pub(crate) fn check(tighten: bool) -> anyhow::Result<()> {
         ("a type's name means one thing in its crate", |tree| ratchet::hold(tree, "names", sources::names)),
         ("every crate takes the workspace's lints", |tree| ratchet::hold(tree, "lints", manifests::lints)),
         ("every dependency is named by its crate", |tree| ratchet::hold(tree, "dependencies", manifests::dependencies)),
+        ("crates keep their boundaries", manifests::boundaries),
         ("ratchets are as tight as they can be", ratchet::slack),
     ];
     let mut failed = 0;
@@ -144,15 +145,15 @@ fn quoted(text: &str) -> Vec<&str> {
     words
 }
 
-/// A paper's sections, cut at headings, each with the folders its paths may start from: the root, and those that the
-/// section declares with "Paths are in `FOLDER`".
+/// A paper's sections, cut at headings of the first two levels, each with the folders its paths may start from: the
+/// root, and those that the section declares with "Paths are in `FOLDER`".
 fn sections(text: &str) -> Vec<(String, Vec<String>)> {
     let mut sections: Vec<String> = vec![String::new()];
     let mut in_block = false;
     for line in text.lines() {
         if line.starts_with("```") {
             in_block = !in_block;
-        } else if line.starts_with('#') && !in_block {
+        } else if (line.starts_with("# ") || line.starts_with("## ")) && !in_block {
             sections.push(String::new());
         }
         if let Some(section) = sections.last_mut() {
@@ -268,10 +269,12 @@ fn specification(tree: &Tree) -> Vec<String> {
                 complaints.push(format!("no test {word}"));
             }
         } else if let Some((crate_name, rest)) =
-            word.split_once("::").filter(|(c, _)| ["exec", "api", "gpu", "jit", "launch", "cli"].contains(c))
+            word.split_once("::").filter(|(c, _)| ["exec", "api", "gpu", "jit", "launch", "cli", "xtask"].contains(c))
         {
             let (path, name) = rest.rsplit_once("::").unwrap_or(("", rest));
-            let base = format!("crates/tensor-wasm-{crate_name}/src/{}", path.replace("::", "/"));
+            let folder =
+                if crate_name == "xtask" { "xtask".to_owned() } else { format!("crates/tensor-wasm-{crate_name}") };
+            let base = format!("{folder}/src/{}", path.replace("::", "/"));
             let file = tree.files.get(&format!("{base}.rs")).or_else(|| tree.files.get(&format!("{base}/mod.rs")));
             if !has_test(file, name) {
                 complaints.push(format!("no test {word}"));

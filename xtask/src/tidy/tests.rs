@@ -37,7 +37,9 @@ fn a_section_declares_where_its_paths_start() {
     let declared = "# One\nPaths are in `docs` and `crates/a/src`. See `b.rs`.\n";
     let docs = ("docs/DESIGN.md", "# Design\n");
     assert_none(paths, &[file, docs, ("README.md", declared)]);
-    let next = format!("{declared}# Two\nSee `b.rs`.\n");
+    // It holds below smaller headings, and not beyond the section.
+    assert_none(paths, &[file, docs, ("README.md", &format!("{declared}### Part\nSee `b.rs`.\n"))]);
+    let next = format!("{declared}## Two\nSee `b.rs`.\n");
     assert_one(paths, &[file, docs, ("README.md", &next)], "b.rs");
     // A base that is not there, and a path outside the sentence that declares.
     assert_one(paths, &[file, ("README.md", "Paths are in `crates/z`. Nothing more.")], "crates/z");
@@ -133,6 +135,15 @@ fn dependencies_are_named() {
         ("crates/a/Cargo.toml", "[package]\nname = \"a\"\n[target.'cfg(loom)'.dependencies]\nloom = \"1\"\n");
     assert_one(check, &[platform], "loom is named by no source");
     assert_one(check, &[("Cargo.toml", "[workspace.dependencies]\nb = \"1\"\n")], "b is taken by no crate");
+}
+
+#[test]
+fn crates_keep_their_boundaries() {
+    let launch = "crates/tensor-wasm-launch/Cargo.toml";
+    let check: Check = manifests::boundaries;
+    assert_one(check, &[(launch, "[dependencies]\nwasmtime-wasi.workspace = true\n")], "wasmtime-wasi is not for this");
+    assert_none(check, &[(launch, "[dependencies]\nblake3 = \"1\"\n[dev-dependencies]\nwasmtime = \"1\"\n")]);
+    assert_eq!(manifests::boundaries(&tree(&[])).len(), 5, "manifests that are not there");
 }
 
 #[test]
