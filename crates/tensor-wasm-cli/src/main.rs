@@ -4,6 +4,7 @@
 mod client;
 mod commands;
 mod npy;
+mod output;
 mod table;
 
 use std::process::ExitCode;
