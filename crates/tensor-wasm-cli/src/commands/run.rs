@@ -15,6 +15,7 @@ use crate::{Ended, Failed};
 /// arguments of a component's export are in WAVE syntax, where strings may go without quotes.
 #[derive(clap::Args)]
 pub(crate) struct Run {
+    /// The module or component.
     file: PathBuf,
     /// Call this export instead of running the program.
     #[arg(long, value_name = "EXPORT")]
