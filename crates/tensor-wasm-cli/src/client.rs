@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::time::Duration;
 
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::Value;
 use ureq::http::{HeaderMap, Method, Request, Response, header};
 use ureq::{Agent, Body, SendBody};
@@ -195,8 +196,10 @@ impl Client {
     }
 }
 
-/// One part of a path, encoded so that any name stays one part.
+/// All but the unreserved characters of RFC 3986.
+const ENCODED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+
+/// One segment of a path or a value of a query, encoded so that any name stays one.
 pub(crate) fn segment(text: &str) -> String {
-    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.' | b'~');
-    text.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+    utf8_percent_encode(text, ENCODED).to_string()
 }
