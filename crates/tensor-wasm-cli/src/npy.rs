@@ -1,5 +1,6 @@
-//! Arrays in files, as NumPy writes them (`.npy`): a header that says type and shape, then the elements. Files come from
-//! anywhere, so nothing in a header is believed before the file's own size agrees with it.
+//! Arrays in files, as NumPy writes them (`.npy`): a header that says type and shape, then the elements. Files come
+//! from anywhere, so nothing in a header is believed before the file's own size agrees with it. Why this is not a crate
+//! of the field is in `docs/DESIGN.md`.
 
 use std::fmt;
 
@@ -202,10 +203,7 @@ impl<'a> Header<'a> {
     }
 
     fn expect(&mut self, byte: u8) -> Result<(), String> {
-        match self.eat(byte) {
-            true => Ok(()),
-            false => Err(self.unexpected(&format!("'{}'", char::from(byte)))),
-        }
+        if self.eat(byte) { Ok(()) } else { Err(self.unexpected(&format!("'{}'", char::from(byte)))) }
     }
 
     fn unexpected(&self, wanted: &str) -> String {

@@ -1,27 +1,32 @@
-//! Plain aligned columns for people; `--json` is for programs.
+//! Tables and fields for people; `--json` is for programs. No colours and no frames, on a terminal or not: columns are
+//! cut and grepped.
 
-#![expect(clippy::print_stdout, reason = "printing is what commands do")]
-
+use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
 
+use crate::output::{outln, printable};
+
 pub(crate) fn print(headers: &[&str], rows: &[Vec<String>]) {
-    let width = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
-        cells.chain([headers[column].len()]).max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..headers.len()).map(width).collect();
-    let line = |cells: &[String]| {
-        let padded: Vec<String> = cells.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
-        println!("{}", padded.join("  ").trim_end());
-    };
-    line(&headers.iter().map(|h| (*h).to_owned()).collect::<Vec<_>>());
-    for row in rows {
-        line(row);
+    for line in lines(headers, rows) {
+        outln!("{line}");
     }
 }
 
+fn lines(headers: &[&str], rows: &[Vec<String>]) -> Vec<String> {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled).set_header(headers);
+    for row in rows {
+        // A row is a line, whatever a guest put into its error message.
+        table.add_row(row.iter().map(|cell| printable(cell).replace(['\n', '\t'], " ")));
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.lines().map(|line| line.trim_end().to_owned()).collect()
+}
+
 pub(crate) fn print_json(value: &Value) {
-    println!("{}", serde_json::to_string_pretty(value).unwrap_or_default());
+    outln!("{}", serde_json::to_string_pretty(value).unwrap_or_default());
 }
 
 /// A field as a person reads it.
@@ -48,5 +53,21 @@ pub(crate) fn ago(ms: &Value) -> String {
         60..3600 => format!("{} min ago", seconds / 60),
         3600..86_400 => format!("{} h ago", seconds / 3600),
         _ => format!("{} d ago", seconds / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned_by_what_is_seen_and_rows_stay_lines() {
+        let row = |cells: [&str; 3]| cells.map(str::to_owned).to_vec();
+        let rows = [row(["漢字", "two\nlines", ""]), row(["a", "\u{1b}[31m", "end"])];
+        assert_eq!(
+            lines(&["NAME", "WHAT", "LAST"], &rows),
+            ["NAME  WHAT        LAST", "漢字  two lines", "a     \\u{1b}[31m  end"]
+        );
+        assert_eq!(lines(&["NAME", ""], &[]), ["NAME"]);
     }
 }

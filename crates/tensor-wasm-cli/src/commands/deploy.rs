@@ -19,6 +19,7 @@ use crate::{Ended, Failed, Global};
 /// gives it all the traffic; `rollback` goes back.
 #[derive(clap::Args)]
 pub(crate) struct Deploy {
+    /// The module or component.
     file: PathBuf,
     /// The function's name: letters, digits, '-', '_' and '.'.
     #[arg(long)]

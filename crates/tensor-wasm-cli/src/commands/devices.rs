@@ -1,9 +1,8 @@
-#![expect(clippy::print_stdout, reason = "the table goes to stdout")]
-
 use std::process::ExitCode;
 
 use tensor_wasm_gpu::{Device, DeviceChoice, DeviceInfo, DeviceKind, OpenOptions, Placement, SlabPlan};
 
+use crate::output::outln;
 use crate::{Ended, Failed, Global, table};
 
 /// List the devices of this machine, or say why there is no GPU.
@@ -38,7 +37,7 @@ impl Devices {
                 })
             };
             let rows: Vec<_> = found.iter().map(row).collect();
-            println!("{}", serde_json::json!({ "devices": rows, "no_cuda": why, "libraries": libraries }));
+            outln!("{}", serde_json::json!({ "devices": rows, "no_cuda": why, "libraries": libraries }));
             return Ok(ExitCode::SUCCESS);
         }
         let gib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 30));
@@ -50,10 +49,10 @@ impl Devices {
         let head = ["DEVICE", "NAME", "SMS OR CORES", "GIB FREE", "CAPABILITY", "CUDA"];
         table::print(&head, &found.iter().map(row).collect::<Vec<_>>());
         for (library, is_there) in libraries {
-            println!("{library}: {}", if is_there { "found" } else { "not found (not needed)" });
+            outln!("{library}: {}", if is_there { "found" } else { "not found (not needed)" });
         }
         if let Some(why) = why {
-            println!("no CUDA: {why}");
+            outln!("no CUDA: {why}");
         }
         Ok(ExitCode::SUCCESS)
     }

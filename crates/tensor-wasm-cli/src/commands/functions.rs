@@ -16,16 +16,18 @@ impl Functions {
             return Ok(ExitCode::SUCCESS);
         }
         let row = |f: &serde_json::Value| {
+            // An address by host name, where the server has one for it; else its path on the server.
+            let address = if f["address"].is_null() { "url" } else { "address" };
             vec![
                 field(f, "name"),
                 field(f, "kind"),
                 short(&field(f, "revision")),
                 ago(&f["created_ms"]),
-                field(f, "url"),
+                field(f, address),
             ]
         };
         let rows: Vec<_> = functions.as_array().into_iter().flatten().map(row).collect();
-        print(&["NAME", "KIND", "REVISION", "CREATED", "ENDPOINT"], &rows);
+        print(&["NAME", "KIND", "REVISION", "CREATED", "ADDRESS"], &rows);
         Ok(ExitCode::SUCCESS)
     }
 }

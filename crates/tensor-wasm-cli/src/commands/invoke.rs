@@ -1,29 +1,47 @@
-#![expect(clippy::print_stdout, reason = "the result goes to stdout")]
-
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use serde_json::{Value, json};
 use ureq::http::Method;
 
-use crate::client::{Client, segment};
+use crate::client::{ANSWER_BYTES_MAX, Client, segment};
+use crate::output::{outln, write};
+use crate::progress::Waiting;
 use crate::table::{field, print_json};
 use crate::{Ended, Failed, Global};
 
 /// Call a function and print its result.
+///
+/// The result is printed as JSON; a command's output goes to stdout and stderr. Exit code 1 if the function returns
+/// `err`, traps or runs past its deadline; a command's own exit code becomes this one's.
 #[derive(clap::Args)]
+#[command(after_help = "Examples:\n  \
+    tensor-wasm invoke shapes --export area --args '[{\"rect\":[6,7]}]'\n  \
+    tensor-wasm invoke shapes --export centroid --args @points.json\n  \
+    tensor-wasm invoke report --args '[\"May\"]' --async")]
 pub(crate) struct Invoke {
+    /// The function's name or id.
     name: String,
     /// The export to call, where there is more than one.
     #[arg(long)]
     export: Option<String>,
-    /// Arguments as a JSON array, or an object by parameter name; for a command, an array of strings.
-    #[arg(long, value_name = "JSON", default_value = "null", hide_default_value = true)]
+    /// Arguments: a JSON array, or an object by parameter name; for a command, an array of strings. @FILE reads them
+    /// from a file, - from stdin.
+    #[arg(long, value_name = "JSON|@FILE|-", default_value = "null", hide_default_value = true)]
     args: String,
+    /// Give the bytes of a file (- for stdin) to an export that takes a list<u8>, or to a command as its stdin.
+    /// The bytes that come back go to stdout.
+    #[arg(long = "in", value_name = "FILE|-", conflicts_with_all = ["args", "in_background", "deadline_ms"])]
+    input: Option<PathBuf>,
+    /// With --in: write the bytes that come back to this file.
+    #[arg(long = "out", value_name = "FILE", requires = "input")]
+    output: Option<PathBuf>,
     /// Stop it after this long.
     #[arg(long, value_name = "N")]
     deadline_ms: Option<u64>,
     /// Do not wait: print the id of a job that makes the call.
-    #[arg(long = "async")]
+    #[arg(long = "async", conflicts_with = "deadline_ms")]
     in_background: bool,
     /// With --async: the same key and request make only one job.
     #[arg(long, value_name = "KEY", requires = "in_background")]
@@ -35,9 +53,11 @@ pub(crate) struct Invoke {
 
 impl Invoke {
     pub(crate) fn execute(self, global: &Global) -> Ended {
-        let args: Value = serde_json::from_str(&self.args)
-            .map_err(|e| Failed::Usage(format!("--args {}: {e} (a JSON array, such as '[1,\"two\"]')", self.args)))?;
         let client = Client::new(global);
+        if let Some(input) = &self.input {
+            return self.octets(&client, input);
+        }
+        let args = parse_args(&read_args(&self.args)?)?;
         let name = segment(&self.name);
         if self.in_background {
             let key = self.idempotency_key.unwrap_or_default();
@@ -45,27 +65,160 @@ impl Invoke {
             let headers = if key.is_empty() { &[][..] } else { &headers[..] };
             let body = json!({ "export": self.export, "args": args, "attempts": self.attempts });
             let job = client.with_json(Method::POST, &format!("/functions/{name}/invoke-async"), headers, &body)?;
-            match global.json {
-                true => print_json(&job),
-                false => println!("{}", field(&job, "job_id")),
+            if global.json {
+                print_json(&job);
+            } else {
+                outln!("{}", field(&job, "job_id"));
             }
             return Ok(ExitCode::SUCCESS);
         }
         let body = json!({ "export": self.export, "args": args, "deadline_ms": self.deadline_ms });
-        let answer = client.with_json(Method::POST, &format!("/functions/{name}/invoke"), &[], &body)?;
-        if global.json {
-            print_json(&answer);
-            return Ok(ExitCode::SUCCESS);
-        }
+        let waiting = Waiting::new(format!("calling {}", self.name));
+        let answer = client.with_json(Method::POST, &format!("/functions/{name}/invoke"), &[], &body);
+        drop(waiting);
+        let answer = answer.map_err(|failed| self.explained(failed))?;
+        let result = &answer["result"];
         // A command's result is its output and its exit code, as if it had run here.
-        if let (Some(code), Some(stdout)) =
-            (answer["result"]["exit_code"].as_i64(), answer["result"]["stdout"].as_str())
-        {
-            print!("{stdout}");
-            eprint!("{}", answer["result"]["stderr"].as_str().unwrap_or_default());
-            return Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1)));
+        let command = result["exit_code"].as_i64().zip(result["stdout"].as_str());
+        match command {
+            _ if global.json => print_json(&answer),
+            Some((_, stdout)) => {
+                write(format_args!("{stdout}"));
+                eprint!("{}", result["stderr"].as_str().unwrap_or_default());
+            }
+            None => outln!("{result}"),
         }
-        println!("{}", answer["result"]);
+        Ok(match command {
+            Some((code, _)) => ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1)),
+            None if is_err(&client, &name, self.export.as_deref(), result) => ExitCode::from(1),
+            None => ExitCode::SUCCESS,
+        })
+    }
+
+    fn octets(&self, client: &Client, input: &Path) -> Ended {
+        let bytes = read_all(input).map_err(|why| Failed::Usage(format!("--in {}: {why}", input.display())))?;
+        let export = self.export.as_ref().map(|export| format!("?export={}", segment(export)));
+        let path = format!("/functions/{}/invoke{}", segment(&self.name), export.unwrap_or_default());
+        let waiting = Waiting::new(format!("calling {}", self.name));
+        let answer = client.octets(&path, &bytes);
+        drop(waiting);
+        let answer = answer.map_err(|failed| self.explained(failed))?;
+        match &self.output {
+            Some(file) => std::fs::write(file, &answer),
+            None => std::io::stdout().write_all(&answer).and_then(|()| std::io::stdout().flush()),
+        }
+        .map_err(|e| match &self.output {
+            Some(file) => Failed::No(format!("--out {}: {e}", file.display())),
+            None => Failed::No(format!("stdout: {e}")),
+        })?;
         Ok(ExitCode::SUCCESS)
+    }
+}
+
+impl Invoke {
+    /// Where to look for what can be called, if what was asked for cannot.
+    fn explained(&self, failed: Failed) -> Failed {
+        match failed {
+            Failed::Server { kind, message } if kind == "missing_export" => {
+                let message = format!("{message}; `tensor-wasm show {}` says how it is called", self.name);
+                Failed::Server { kind, message }
+            }
+            other => other,
+        }
+    }
+}
+
+/// What `--args` stands for.
+fn read_args(text: &str) -> Result<String, Failed> {
+    let file = match text.strip_prefix('@') {
+        Some("") => return Err(Failed::Usage("--args @: the name of a file is missing".to_owned())),
+        Some(file) => file,
+        None if text == "-" => text,
+        None => return Ok(text.to_owned()),
+    };
+    let wrong = |why: String| Failed::Usage(format!("--args {text}: {why}"));
+    String::from_utf8(read_all(Path::new(file)).map_err(wrong)?).map_err(|_| wrong("it is not text".to_owned()))
+}
+
+/// A file, or stdin for `-`; no more than a server would take.
+fn read_all(file: &Path) -> Result<Vec<u8>, String> {
+    let read = |from: &mut dyn Read| {
+        let mut bytes = Vec::new();
+        from.take(ANSWER_BYTES_MAX + 1).read_to_end(&mut bytes).map(|_| bytes)
+    };
+    let bytes = if file == Path::new("-") {
+        read(&mut std::io::stdin().lock())
+    } else {
+        std::fs::File::open(file).and_then(|mut file| read(&mut file))
+    };
+    let bytes = bytes.map_err(|e| e.to_string())?;
+    if bytes.len() as u64 > ANSWER_BYTES_MAX {
+        return Err(format!("it has more than {ANSWER_BYTES_MAX} bytes"));
+    }
+    Ok(bytes)
+}
+
+fn parse_args(text: &str) -> Result<Value, Failed> {
+    serde_json::from_str(text).map_err(|error| {
+        let (line, column) = (error.line(), error.column());
+        let why = error.to_string();
+        let why = why.strip_suffix(&format!(" at line {line} column {column}")).unwrap_or(&why);
+        // Columns count bytes from 1, and point at the last one that was looked at.
+        let rest = text.lines().nth(line.saturating_sub(1)).unwrap_or_default().as_bytes();
+        let rest = String::from_utf8_lossy(rest.get(column.saturating_sub(1)..).unwrap_or_default());
+        let near = match rest.chars().take(20).collect::<String>() {
+            near if near.is_empty() => "the end".to_owned(),
+            near => format!("{near:?}"),
+        };
+        let expected = "expected JSON such as '[1,\"two\"]', @FILE or - for stdin";
+        Failed::Usage(format!("--args: {why} at line {line}, column {column}, near {near}; {expected}"))
+    })
+}
+
+/// Whether a result is WIT's `err`. As JSON it looks like a record with the one field `err`, so the signature decides,
+/// where the server knows it.
+fn is_err(client: &Client, name: &str, export: Option<&str>, result: &Value) -> bool {
+    let has_the_look = result.as_object().is_some_and(|fields| fields.len() == 1 && fields.contains_key("err"));
+    if !has_the_look {
+        return false;
+    }
+    let Ok(function) = client.get(&format!("/functions/{name}")) else { return true };
+    let exports = function["exports"].as_array().map(Vec::as_slice).unwrap_or_default();
+    // An export of an interface may be called by its last part alone.
+    let last = |name: &str| name.rsplit('#').next().unwrap_or(name).to_owned();
+    let of = |wanted: &str| {
+        let named = |f: &&Value| f["name"].as_str().is_some_and(|name| name == wanted);
+        let ending = |f: &&Value| f["name"].as_str().is_some_and(|name| last(name) == wanted);
+        exports.iter().find(named).or_else(|| exports.iter().find(ending))
+    };
+    let found = match (export, exports) {
+        (Some(export), _) => of(export),
+        (None, [only]) => Some(only),
+        (None, _) => None,
+    };
+    let ty = found.and_then(|export| export["results"][0].as_str());
+    ty.is_none_or(|ty| ty == "result" || ty.starts_with("result<"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mistakes_in_json_are_pointed_at() {
+        let check = |text: &str, expected: &str| match parse_args(text) {
+            Err(Failed::Usage(message)) => {
+                assert!(message.contains(expected), "{message:?} does not say {expected:?}");
+                assert!(!message.contains('\n'), "{message:?}");
+            }
+            _ => panic!("{text} was understood"),
+        };
+        check("[1 2]", "at line 1, column 4, near \"2]\"");
+        check("{", "line 1, column 1, near \"{\"");
+        check("[1,\n  2,\n  three]", "at line 3, column 4, near \"hree]\"");
+        check("hello", "expected value at line 1, column 1, near \"hello\"; expected JSON such as '[1,\"two\"]'");
+        check("", "EOF while parsing a value at line 1, column 0, near the end");
+        check("[\"é\" x]", "near \"x]\"");
+        assert!(parse_args(r#"["two", 2]"#).is_ok());
     }
 }

@@ -8,7 +8,7 @@ use crate::{Ended, Global};
 #[derive(clap::Args)]
 pub(crate) struct Jobs {
     /// How many to list.
-    #[arg(long, default_value_t = 20)]
+    #[arg(long, default_value_t = 20, value_name = "N")]
     limit: usize,
     #[command(subcommand)]
     action: Option<Action>,
@@ -17,9 +17,15 @@ pub(crate) struct Jobs {
 #[derive(clap::Subcommand)]
 enum Action {
     /// Show one job with its result.
-    Show { id: String },
+    Show {
+        /// As `invoke --async` printed it.
+        id: String,
+    },
     /// Stop a job that has not finished.
-    Cancel { id: String },
+    Cancel {
+        /// As `invoke --async` printed it.
+        id: String,
+    },
 }
 
 impl Jobs {

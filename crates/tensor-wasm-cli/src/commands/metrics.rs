@@ -1,9 +1,8 @@
-#![expect(clippy::print_stdout, reason = "the metrics go to stdout")]
-
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use crate::client::Client;
+use crate::output::{outln, write};
 use crate::{Ended, Global};
 
 /// Print the server's metrics (Prometheus text; with --json, an object by series).
@@ -14,7 +13,7 @@ impl Metrics {
     pub(crate) fn execute(self, global: &Global) -> Ended {
         let page = Client::new(global).text("/metrics")?;
         if !global.json {
-            print!("{page}");
+            write(format_args!("{page}"));
             return Ok(ExitCode::SUCCESS);
         }
         let sample = |line: &str| {
@@ -22,7 +21,7 @@ impl Metrics {
             Some((series.to_owned(), value.parse::<f64>().ok()?))
         };
         let series: BTreeMap<String, f64> = page.lines().filter(|l| !l.starts_with('#')).filter_map(sample).collect();
-        println!("{}", serde_json::to_string_pretty(&series).unwrap_or_default());
+        outln!("{}", serde_json::to_string_pretty(&series).unwrap_or_default());
         Ok(ExitCode::SUCCESS)
     }
 }

@@ -7,6 +7,7 @@ use crate::{Ended, Global};
 /// List a function's revisions, newest first.
 #[derive(clap::Args)]
 pub(crate) struct Revisions {
+    /// The function's name or id.
     name: String,
 }
 

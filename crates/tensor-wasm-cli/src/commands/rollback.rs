@@ -12,6 +12,7 @@ use crate::{Ended, Global};
 /// Give all traffic back to an earlier revision.
 #[derive(clap::Args)]
 pub(crate) struct Rollback {
+    /// The function's name or id.
     name: String,
     /// The revision, or the beginning of it; without one, the revision before the current.
     revision: Option<String>,

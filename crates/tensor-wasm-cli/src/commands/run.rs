@@ -18,6 +18,7 @@ use crate::{Ended, Failed};
 /// exits with 1. Directories, sockets, HTTP and the GPU are closed unless a flag opens them.
 #[derive(clap::Args)]
 pub(crate) struct Run {
+    /// The module or component.
     file: PathBuf,
     /// Call this export instead of running the program.
     #[arg(long, value_name = "EXPORT")]

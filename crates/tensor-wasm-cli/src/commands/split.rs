@@ -1,17 +1,17 @@
-#![expect(clippy::print_stdout, reason = "what changed is the command's result")]
-
 use std::process::ExitCode;
 
 use serde_json::json;
 use ureq::http::Method;
 
 use crate::client::{Client, segment};
+use crate::output::outln;
 use crate::table::{field, print_json, short};
 use crate::{Ended, Failed, Global};
 
 /// Split a function's traffic between two revisions, as in `split hello 3fa=90 81c=10`.
 #[derive(clap::Args)]
 pub(crate) struct Split {
+    /// The function's name or id.
     name: String,
     /// A revision (or the beginning of one) and its weight; one or two of them.
     #[arg(required = true, num_args = 1..=2, value_name = "REVISION=WEIGHT")]
@@ -34,7 +34,7 @@ impl Split {
             return Ok(ExitCode::SUCCESS);
         }
         for share in function["traffic"].as_array().into_iter().flatten() {
-            println!("{} {}", short(&field(share, "revision")), field(share, "weight"));
+            outln!("{} {}", short(&field(share, "revision")), field(share, "weight"));
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -122,9 +122,10 @@ impl Given {
         if bytes.len() as u64 > BYTES_MAX {
             return Err(bad(&too_large));
         }
-        let (layout, begins) = match is_npy(from) {
-            true => npy::read(&bytes).map(|(layout, begins)| (Some(layout), begins)).map_err(|why| bad(&why))?,
-            false => (None, 0),
+        let (layout, begins) = if is_npy(from) {
+            npy::read(&bytes).map(|(layout, begins)| (Some(layout), begins)).map_err(|why| bad(&why))?
+        } else {
+            (None, 0)
         };
         let len = (bytes.len() - begins) as u64;
         let output = to.map(|to| Output { file: to.clone(), layout });

@@ -1,8 +1,6 @@
 //! `tensor-wasm kernel`: what a module has (`check`), its PTX (`build`), and a launch (`run.rs`, with its arguments in
 //! `argument.rs`).
 
-#![expect(clippy::print_stdout, reason = "what was found goes to stdout")]
-
 mod argument;
 mod run;
 
@@ -11,6 +9,7 @@ use std::process::ExitCode;
 
 use tensor_wasm_jit::{Program, Refusal, Ty};
 
+use crate::output::{outln, write};
 use crate::{Ended, Failed, Global, table};
 
 /// Look at a module of kernels, run one, or compile it to PTX.
@@ -37,7 +36,8 @@ enum Command {
         /// Which kernel; not needed if there is only one.
         #[arg(long, value_name = "NAME")]
         kernel: Option<String>,
-        /// The oldest GPU that is to accept it: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100 or sm_120. Newer ones do too.
+        /// The oldest GPU that is to accept it: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100 or sm_120. Newer ones
+        /// do too.
         #[arg(long, value_name = "ARCH", default_value = "sm_75")]
         arch: String,
         /// Where to write the PTX; to stdout without it.
@@ -59,7 +59,7 @@ const ARCHITECTURES: [(&str, &str); 8] = [
 ];
 
 /// What is known about a kernel.
-struct Found {
+struct KernelInfo {
     parameters: Vec<&'static str>,
     ptx_bytes: usize,
     shared_bytes: u32,
@@ -107,29 +107,30 @@ fn parameter((ty, is_pointer): (&Ty, &bool)) -> &'static str {
     }
 }
 
-fn look(program: &Program<'_>, kernel: &str, types: &[Ty]) -> Result<Found, Refusal> {
+fn inspect(program: &Program<'_>, kernel: &str, types: &[Ty]) -> Result<KernelInfo, Refusal> {
     let pointers = program.pointers(kernel)?;
     let image = program.compile(kernel, &pointers)?;
     let parameters = types.iter().zip(&pointers).map(parameter).collect();
-    Ok(Found { parameters, ptx_bytes: image.ptx.len(), shared_bytes: image.shared_bytes })
+    Ok(KernelInfo { parameters, ptx_bytes: image.ptx.len(), shared_bytes: image.shared_bytes })
 }
 
 fn check(wasm: &[u8], global: &Global) -> Ended {
     let program = Program::read(wasm).map_err(|refusal| no(&refusal))?;
-    let exports = program.exports().map(|(name, types)| (name, types.and_then(|types| look(&program, name, &types))));
-    let exports: Vec<(&str, Result<Found, Refusal>)> = exports.collect();
+    let exports =
+        program.exports().map(|(name, types)| (name, types.and_then(|types| inspect(&program, name, &types))));
+    let exports: Vec<(&str, Result<KernelInfo, Refusal>)> = exports.collect();
     let is_good = exports.iter().any(|(_, found)| found.is_ok());
     if global.json {
-        let row = |(name, found): &(&str, Result<Found, Refusal>)| match found {
+        let row = |(name, found): &(&str, Result<KernelInfo, Refusal>)| match found {
             Ok(found) => serde_json::json!({
                 "kernel": name, "parameters": found.parameters, "shared_bytes": found.shared_bytes,
                 "ptx_bytes": found.ptx_bytes,
             }),
             Err(refusal) => serde_json::json!({ "export": name, "refused": refusal.to_string() }),
         };
-        println!("{}", serde_json::Value::from(exports.iter().map(row).collect::<Vec<_>>()));
+        outln!("{}", serde_json::Value::from(exports.iter().map(row).collect::<Vec<_>>()));
     } else {
-        let row = |(name, found): &(&str, Result<Found, Refusal>)| match found {
+        let row = |(name, found): &(&str, Result<KernelInfo, Refusal>)| match found {
             Ok(found) => {
                 let shared = found.shared_bytes.to_string();
                 vec![(*name).to_owned(), found.parameters.join(" "), shared, found.ptx_bytes.to_string(), String::new()]
@@ -142,10 +143,7 @@ fn check(wasm: &[u8], global: &Global) -> Ended {
         let head = ["EXPORT", "PARAMETERS", "SHARED BYTES", "PTX BYTES", ""];
         table::print(&head, &exports.iter().map(row).collect::<Vec<_>>());
     }
-    match is_good {
-        true => Ok(ExitCode::SUCCESS),
-        false => Err(Failed::No("it has no kernel that can be compiled".to_owned())),
-    }
+    if is_good { Ok(ExitCode::SUCCESS) } else { Err(Failed::No("it has no kernel that can be compiled".to_owned())) }
 }
 
 /// The kernel that was asked for, or the only one.
@@ -174,7 +172,7 @@ fn build(file: &Path, kernel: Option<String>, arch: &str, output: Option<PathBuf
     let image = program.compile(&kernel, &pointers).map_err(|refusal| no(&refusal))?;
     let ptx = retarget(&image.ptx, arch, version);
     match output {
-        None => print!("{ptx}"),
+        None => write(format_args!("{ptx}")),
         Some(file) => {
             std::fs::write(&file, &ptx).map_err(|error| Failed::No(format!("{}: {error}", file.display())))?;
         }

@@ -1,5 +1,3 @@
-#![expect(clippy::print_stdout, reason = "what was computed is listed on stdout")]
-
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -15,6 +13,7 @@ use tensor_wasm_jit::{BUDGET_TICKS_MAX, CONTROL, Program};
 use tensor_wasm_launch::{Argument, KernelError, KernelModule, Kernels, LaunchStream};
 
 use super::argument::{Content, Given, Output, Value, check_outputs};
+use crate::output::outln;
 use crate::{Ended, Failed, Global, table};
 
 /// What a device is given beyond the launch's buffers: their sizes are rounded up by as much as a quarter, and a launch
@@ -76,7 +75,7 @@ enum Place {
 }
 
 /// A launch that went well.
-struct Ran {
+struct LaunchReport {
     outputs: Vec<(Output, u64)>,
     /// Until the launch was in line, and from then on.
     compile: Duration,
@@ -138,7 +137,7 @@ impl Run {
             let rows: Vec<Vec<String>> = ran.outputs.iter().map(row).collect();
             table::print(&["OUTPUT", "SHAPE", "DTYPE", "BYTES"], &rows);
         }
-        println!(
+        outln!(
             "{kernel} on {place} ({}): {:.3} ms, after {:.3} ms to compile and load it",
             info.name,
             milliseconds(ran.launch),
@@ -163,7 +162,7 @@ impl Launching<'_> {
         runtime: &tokio::runtime::Runtime,
         given: &[Given],
         contents: Vec<Option<Content>>,
-    ) -> Result<Ran, Failed> {
+    ) -> Result<LaunchReport, Failed> {
         let mut arguments = Vec::with_capacity(given.len());
         let mut places = Vec::new();
         let mut outputs = Vec::new();
@@ -213,7 +212,7 @@ impl Launching<'_> {
             written.map_err(|error| Failed::No(format!("{}: {error}", output.file.display())))?;
             outputs.push((output, data.len() as u64));
         }
-        Ok(Ran { outputs, compile, launch })
+        Ok(LaunchReport { outputs, compile, launch })
     }
 
     /// Memory of the device with an argument's content.
