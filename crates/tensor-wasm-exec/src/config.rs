@@ -46,6 +46,21 @@ pub struct Server {
     pub drain_ms_max: u64,
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
     pub outbound_http: Vec<String>,
+    /// Host names under which the API may be reached, besides `localhost`, IP addresses, the name in `--addr` and `domain`
+    /// itself; `*` for any. A browser that sends another one was led here by a name somebody else owns (DNS rebinding).
+    pub hosts: Vec<String>,
+    /// Functions are served at `NAME.TENANT.DOMAIN`, besides `NAME.TENANT.localhost`: `fn.example.com`, or
+    /// `https://fn.example.com` where a proxy in front speaks TLS.
+    pub domain: Option<String>,
+    /// Hosts of their own for functions: `"shop.example.com" = "TENANT/FUNCTION"`, or `"example.com/shop"` for the paths
+    /// below one; `https://` in front where a proxy speaks TLS.
+    pub routes: BTreeMap<String, String>,
+    /// Web pages that may call the API besides its own: `https://console.example.com`.
+    pub allowed_origins: Vec<String>,
+    /// Functions with metrics of their own; the rest are counted together, as `other`.
+    pub metrics_functions_max: usize,
+    /// `GET /functions/{f}/logs?follow=true` open at once, per tenant.
+    pub log_followers_per_tenant_max: usize,
 }
 
 /// How guests are compiled and kept.
@@ -187,6 +202,12 @@ impl Default for Server {
             body_bytes_max: 16 * MIB,
             drain_ms_max: 30_000,
             outbound_http: Vec::new(),
+            hosts: Vec::new(),
+            domain: None,
+            routes: BTreeMap::new(),
+            allowed_origins: Vec::new(),
+            metrics_functions_max: 1_000,
+            log_followers_per_tenant_max: 16,
         }
     }
 }

@@ -14,12 +14,14 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, oneshot};
+use tracing::{Instrument, Span};
 
 use crate::admission::{Account, Admitted, Permit};
 use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
 use crate::config::Limits;
 use crate::engine::pool::{Entry, Instance, Lease, Loaded, Pool};
 use crate::failure::{Bug, Failure, Fault, Rejection};
+use crate::function_metrics::{CallOutcome, FunctionSeries};
 use crate::guest::component::Args;
 use crate::guest::http::{self, Exchange};
 use crate::guest::running::{Given, RunningCall, Surroundings, Used};
@@ -94,11 +96,13 @@ impl Runtime {
     pub async fn invoke(&self, invocation: Invocation) -> Result<Outcome, Failure> {
         let arrived = Instant::now();
         let function = self.catalog.resolve(&invocation.tenant, &invocation.function)?;
+        let counted = CountedCall::new(self.metrics.functions.of(&function));
         let serving = serving(function)?;
         let revision = serving.revision();
 
         let patience = invocation.deadline.unwrap_or(DEADLINE_MAX).min(DEADLINE_MAX);
-        let admitted = self.admission.admit(&invocation.tenant, arrived, arrived + patience).await?;
+        let queue = tracing::debug_span!("queue", tenant = invocation.tenant);
+        let admitted = self.admission.admit(&invocation.tenant, arrived, arrived + patience).instrument(queue).await?;
         let Admitted { permit, account, waited } = admitted;
 
         let mut begun = waited.is_zero().then_some(arrived);
@@ -121,6 +125,8 @@ impl Runtime {
             account,
             serving,
             used: Used::default(),
+            series: counted.run(),
+            span: parent_span(),
         });
         let guest = Guest { pool: self.pool.clone(), loaded, permit, call: call.clone(), given };
         let ended = match entered {
@@ -187,6 +193,33 @@ impl Runtime {
             .await
             .map(|response| Output::Response(Box::new(response)))
     }
+}
+
+/// A call that is counted as refused unless it comes to run; from then on its settlement counts it.
+struct CountedCall(Option<Arc<FunctionSeries>>);
+
+impl CountedCall {
+    fn new(series: Arc<FunctionSeries>) -> CountedCall {
+        CountedCall(Some(series))
+    }
+
+    fn run(mut self) -> Arc<FunctionSeries> {
+        self.0.take().unwrap_or_default()
+    }
+}
+
+impl Drop for CountedCall {
+    fn drop(&mut self) {
+        if let Some(series) = &self.0 {
+            series.count(CallOutcome::Rejected);
+        }
+    }
+}
+
+/// What a call's own spans are children of. A guest may go on in another thread, where nothing is current.
+fn parent_span() -> Span {
+    // Spans below the request's are made at this level, which only an exporter asks for: without one they cost a load.
+    if tracing::enabled!(tracing::Level::DEBUG) { Span::current() } else { Span::none() }
 }
 
 /// The revision that serves this call.
@@ -290,8 +323,8 @@ impl Guest {
         let mut settlement = Settlement::new(&call);
         let result = async {
             let _ticking = pool.engines.clock().ticking();
-            let mut lease = pool.lease(&loaded, permit, &call, given).await?;
-            let output = call_in(&mut lease, &loaded.entry, entered, &call.used).await?;
+            let mut lease = pool.lease(&loaded, permit, &call, given).instrument(call.instance_span()).await?;
+            let output = call_in(&mut lease, &loaded.entry, entered, &call.used).instrument(call.call_span()).await?;
             if call.serving.revision().settings.reuse && call.may_reuse {
                 pool.keep(&loaded, &call.serving.function.id, lease);
             }
@@ -307,10 +340,13 @@ impl Guest {
         let mut settlement = Settlement::new(&call);
         let result = async {
             let _ticking = pool.engines.clock().ticking();
-            let mut lease = pool.lease(&loaded, permit, &call, given).await?;
+            let mut lease = pool.lease(&loaded, permit, &call, given).instrument(call.instance_span()).await?;
+            let span = call.call_span();
             match &mut lease.instance {
-                Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
-                Instance::HttpP3(service) => Box::pin(http::p3(&mut lease.store, service, exchange)).await?,
+                Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).instrument(span).await?,
+                Instance::HttpP3(service) => {
+                    Box::pin(http::p3(&mut lease.store, service, exchange)).instrument(span).await?;
+                }
                 _ => return Err(mismatched()),
             }
             match call.serving.revision().settings.reuse {
@@ -395,14 +431,30 @@ impl<'a> Settlement<'a> {
 impl Drop for Settlement<'_> {
     fn drop(&mut self) {
         let Surroundings { metrics, logs, .. } = &*self.call.surroundings;
+        let series = &self.call.series;
+        series.took(self.call.arrived.elapsed());
         let fault = match self.ended.take() {
-            Some(Ok(())) => None,
-            Some(Err(GuestError::Rejected(rejection))) => Some(rejection.to_string()),
+            Some(Ok(())) => {
+                series.count(CallOutcome::Ok);
+                None
+            }
+            Some(Err(GuestError::Rejected(rejection))) => {
+                series.count(CallOutcome::Rejected);
+                Some(rejection.to_string())
+            }
             Some(Err(GuestError::Faulted(fault))) => {
                 metrics.invocation_faults.inc();
+                series.count_fault(&fault);
                 Some(fault.to_string())
             }
-            None => Some("stopped: it met its deadline or its caller went away".to_owned()),
+            None => {
+                if Instant::now() >= self.call.deadline() {
+                    series.count_fault(&Fault::Deadline { deadline_ms: self.call.deadline_ms });
+                } else {
+                    series.count(CallOutcome::Cancelled);
+                }
+                Some("stopped: it met its deadline or its caller went away".to_owned())
+            }
         };
         let dropped = self.call.used.captured.dropped_bytes.load(Ordering::Relaxed);
         if dropped > 0 {

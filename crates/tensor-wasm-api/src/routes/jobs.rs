@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, StatusCode};
 use serde::{Deserialize, Serialize};
@@ -13,6 +13,7 @@ use utoipa::ToSchema;
 use super::invoke::parse_json;
 use crate::body;
 use crate::error::{ApiError, internal};
+use crate::extract::{Path, Query};
 use crate::gateway::{Shared, audited};
 
 pub(crate) const IDEMPOTENCY_KEY: &str = "idempotency-key";
@@ -24,7 +25,6 @@ const LISTED_MAX: usize = 200;
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct SubmitRequest {
     export: Option<String>,
-    #[schema(value_type = Object)]
     args: Value,
     stdin: String,
     /// How often to try if the guest faults; `[jobs] attempts` by default.
@@ -55,7 +55,6 @@ pub(crate) struct JobView {
     #[serde(skip_serializing_if = "Option::is_none")]
     finished_ms: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Object)]
     result: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Object)]

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use tensor_wasm_gpu::{Buffer, TenantLimits};
 use tensor_wasm_jit::{MODULE_BYTES_MAX, Refusal};
+use tracing::Instrument;
 
 use super::running::RunningCall;
 use super::state::State;
@@ -183,7 +184,8 @@ impl State {
         let call = self.call();
         let left = call.deadline().saturating_duration_since(Instant::now());
         let budget = left.min(Duration::from_millis(call.account.limits.gpu_kernel_ms_max));
-        let launch = seat.launch(&module.module, kernel, groups, items, arguments, budget).await?;
+        let span = tracing::debug_span!("launch", kernel, ?groups, ?items);
+        let launch = seat.launch(&module.module, kernel, groups, items, arguments, budget).instrument(span).await?;
         self.session().under_way.push(launch.canceller());
         Ok(launch)
     }
