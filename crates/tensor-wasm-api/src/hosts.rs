@@ -122,7 +122,9 @@ impl Hosts {
                     allowed_origins.push(origin.trim_end_matches('/').to_ascii_lowercase());
                 }
                 _ => {
-                    return Err(format!("[server] allowed_origins: {origin:?} is not like https://console.example.com"));
+                    return Err(format!(
+                        "[server] allowed_origins: {origin:?} is not like https://console.example.com"
+                    ));
                 }
             }
         }

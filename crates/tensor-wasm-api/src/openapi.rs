@@ -308,6 +308,10 @@ fn bound_integers(value: &mut Value) {
             let maximum = match object.get("format").and_then(Value::as_str) {
                 Some("int32") => Some(json!(u32::MAX)),
                 Some("int64") => Some(json!(u64::MAX)),
+                // `usize`, which is no format.
+                None if object.get("type").is_some_and(|ty| ty.to_string().contains("integer")) => {
+                    Some(json!(u64::MAX))
+                }
                 _ => None,
             };
             if let Some(maximum) = maximum.filter(|_| object.get("minimum") == Some(&json!(0))) {

@@ -16,7 +16,7 @@ use utoipa::ToSchema;
 
 use crate::body;
 use crate::error::{ApiError, internal};
-use crate::extract::{Path, Query};
+use crate::extract::{Path, Query, whole};
 use crate::gateway::{Gateway, ServedRevision, Shared, audited, empty};
 use crate::hosts::Asked;
 
@@ -106,6 +106,7 @@ pub(crate) struct FunctionView {
 #[serde(deny_unknown_fields)]
 pub(crate) struct ShareView {
     revision: String,
+    #[serde(deserialize_with = "whole")]
     weight: u32,
 }
 

@@ -15,7 +15,7 @@ use utoipa::ToSchema;
 
 use crate::body;
 use crate::error::ApiError;
-use crate::extract::{Path, Query};
+use crate::extract::{Path, Query, whole_if_any};
 use crate::gateway::{ServedRevision, Shared, audited};
 use crate::trace::Trace;
 
@@ -31,6 +31,7 @@ pub(crate) struct InvokeRequest {
     /// Standard input of a command.
     pub stdin: String,
     /// A tighter deadline than the function's own.
+    #[serde(deserialize_with = "whole_if_any")]
     pub deadline_ms: Option<u64>,
 }
 

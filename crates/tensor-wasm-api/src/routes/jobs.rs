@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 use super::invoke::parse_json;
 use crate::body;
 use crate::error::{ApiError, internal};
-use crate::extract::{Path, Query};
+use crate::extract::{Path, Query, whole_if_any};
 use crate::gateway::{Shared, audited};
 
 pub(crate) const IDEMPOTENCY_KEY: &str = "idempotency-key";
@@ -28,6 +28,7 @@ pub(crate) struct SubmitRequest {
     args: Value,
     stdin: String,
     /// How often to try if the guest faults; `[jobs] attempts` by default.
+    #[serde(deserialize_with = "whole_if_any")]
     attempts: Option<u32>,
 }
 
