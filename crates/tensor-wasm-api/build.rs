@@ -1,5 +1,5 @@
-//! Says which commit is built, for `tensor_wasm_build_info`: `TENSOR_WASM_GIT_SHA` where the environment has it (a build
-//! from an archive), else what git says, with `-dirty` for a tree that differs from its commit, else `unknown`.
+//! Says which commit is built, for `tensor_wasm_build_info`: `TENSOR_WASM_GIT_SHA` where the environment has it (a
+//! build from an archive), else what git says, with `-dirty` for a tree that differs from its commit, else `unknown`.
 
 use std::process::Command;
 

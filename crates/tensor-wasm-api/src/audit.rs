@@ -2,8 +2,8 @@
 //! nowhere (`TENSOR_WASM_API_AUDIT_LOG`).
 //!
 //! Lines are collected in memory and written by a thread of their own every few milliseconds, so that no request waits
-//! for the disk. If the disk cannot keep up, lines are dropped rather than requests, and a line says how many. Rotation is
-//! `logrotate`'s: a file that is renamed or removed is opened anew under its name.
+//! for the disk. If the disk cannot keep up, lines are dropped rather than requests, and a line says how many. Rotation
+//! is `logrotate`'s: a file that is renamed or removed is opened anew under its name.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;

@@ -1,5 +1,5 @@
-//! Parts of a request as routes take them. As axum's own, but what does not fit is refused in our own shape, with a kind.
-//! And numbers as JSON has them.
+//! Parts of a request as routes take them. As axum's own, but what does not fit is refused in our own shape, with a
+//! kind. And numbers as JSON has them.
 
 use axum::extract::{FromRequestParts, rejection};
 use http::request::Parts;

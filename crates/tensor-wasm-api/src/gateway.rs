@@ -137,8 +137,8 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
             tenant,
             subject,
             revision: revision.as_ref().map_or("", |revision| &revision.0),
-            token: caller.token.as_deref().unwrap_or(""),
-            client: caller.address.as_deref().unwrap_or(""),
+            token: caller.token.unwrap_or(""),
+            client: &caller.address.map_or_else(String::new, |client| client.0.to_string()),
             trace_id: &trace_id,
             status: status.as_u16(),
             error,
@@ -230,18 +230,15 @@ fn guarded(
 }
 
 /// Who asks, for the audit log.
-struct Caller {
-    token: Option<String>,
-    address: Option<String>,
+struct Caller<'a> {
+    token: Option<&'a str>,
+    address: Option<ClientAddress>,
 }
 
-impl Caller {
-    fn of(gateway: &Gateway, request: &Request) -> Caller {
-        if gateway.audit.is_off() {
-            return Caller { token: None, address: None };
-        }
-        let address = request.extensions().get::<ClientAddress>().map(|client| client.0.to_string());
-        Caller { token: gateway.tokens.name(request.headers()).map(str::to_owned), address }
+impl<'a> Caller<'a> {
+    fn of(gateway: &'a Gateway, request: &Request) -> Caller<'a> {
+        let token = if gateway.audit.is_off() { None } else { gateway.tokens.name(request.headers()) };
+        Caller { token, address: request.extensions().get::<ClientAddress>().copied() }
     }
 }
 

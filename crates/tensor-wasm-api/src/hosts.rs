@@ -254,8 +254,8 @@ impl Base {
     }
 }
 
-/// The authority a request is for: in the URI of HTTP/2 and of requests meant for proxies, in `Host` otherwise. Where both
-/// are there and differ, whoever stands in front of us may have looked at the other one.
+/// The authority a request is for: in the URI of HTTP/2 and of requests meant for proxies, in `Host` otherwise. Where
+/// both are there and differ, whoever stands in front of us may have looked at the other one.
 pub(crate) fn authority(parts: &Parts) -> Result<Option<&str>, ApiError> {
     let wrong = |why: &str| ApiError::bad_request("invalid_host", why);
     let mut given = parts.headers.get_all(header::HOST).iter();
@@ -273,7 +273,8 @@ pub(crate) fn authority(parts: &Parts) -> Result<Option<&str>, ApiError> {
 
 pub(crate) fn foreign(host: &str) -> ApiError {
     let message = format!(
-        "this server does not answer as {host:?}; reach it by address or as localhost, or list the name in [server] hosts"
+        "this server does not answer as {host:?}; reach it by address or as localhost, or list the name in [server] \
+         hosts"
     );
     ApiError::new(StatusCode::MISDIRECTED_REQUEST, "unknown_host", message)
 }

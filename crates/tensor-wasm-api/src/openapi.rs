@@ -1,5 +1,5 @@
-//! The description of the API at `/openapi.json`: paths and shapes are collected from the handlers' own annotations, and
-//! what is the same for many of them is added from the tables here. Names of operations, who may use them, how they
+//! The description of the API at `/openapi.json`: paths and shapes are collected from the handlers' own annotations,
+//! and what is the same for many of them is added from the tables here. Names of operations, who may use them, how they
 //! fail, what names look like.
 
 use serde_json::{Map, Value, json};

@@ -129,8 +129,8 @@ impl Server {
         self.listeners.iter().map(std::net::TcpListener::local_addr).collect()
     }
 
-    /// Serves until `stop` completes, then drains: stops accepting, lets running calls finish up to the configured limit,
-    /// and returns how many had to be abandoned.
+    /// Serves until `stop` completes, then drains: stops accepting, lets running calls finish up to the configured
+    /// limit, and returns how many had to be abandoned.
     pub async fn run(self, stop: impl Future<Output = ()>) -> Result<usize, ServeError> {
         let limits = &self.gateway.runtime.config.server;
         let watch_closing = self.gateway.closing.subscribe();

@@ -1,11 +1,11 @@
-//! Trace context: W3C `traceparent` and `tracestate` in, `x-trace-id` and `traceparent` out, spans to an OTLP collector where
-//! `TENSOR_WASM_OTLP_ENDPOINT` names one, and the process's own log (`TENSOR_WASM_LOG`).
+//! Trace context: W3C `traceparent` and `tracestate` in, `x-trace-id` and `traceparent` out, spans to an OTLP collector
+//! where `TENSOR_WASM_OTLP_ENDPOINT` names one, and the process's own log (`TENSOR_WASM_LOG`).
 
 use http::{HeaderMap, HeaderValue};
 use opentelemetry::Context;
-use opentelemetry::propagation::TextMapPropagator;
+use opentelemetry::propagation::{Injector, TextMapPropagator};
 use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState, TracerProvider};
-use opentelemetry_http::{HeaderExtractor, HeaderInjector};
+use opentelemetry_http::HeaderExtractor;
 use opentelemetry_otlp::{WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::SdkTracerProvider;
@@ -86,8 +86,9 @@ pub(crate) struct Trace {
 }
 
 impl Trace {
-    /// Continues the caller's trace, or begins one. A malformed header begins a new one, as the standard asks. `exported` is
-    /// the request's span where spans are exported: it joins the caller's trace, and the ids are the exporter's.
+    /// Continues the caller's trace, or begins one. A malformed header begins a new one, as the standard asks.
+    /// `exported` is the request's span where spans are exported: it joins the caller's trace, and the ids are the
+    /// exporter's.
     pub(crate) fn begin(headers: &HeaderMap, exported: Option<&Span>) -> Trace {
         let propagator = TraceContextPropagator::new();
         let parent = headers.contains_key(TRACEPARENT).then(|| {
@@ -97,12 +98,9 @@ impl Trace {
         let parent = parent.filter(SpanContext::is_valid);
         let own = exported.and_then(|span| join(span, parent.as_ref())).unwrap_or_else(|| child(parent.as_ref()));
         let trace_id = u128::from_be_bytes(own.trace_id().to_bytes());
-        let mut told = HeaderMap::with_capacity(2);
-        let context = Context::new().with_remote_span_context(own);
-        propagator.inject_context(&context, &mut HeaderInjector(&mut told));
-        let traceparent = told.remove(TRACEPARENT).unwrap_or(HeaderValue::from_static(""));
-        let tracestate = told.remove(TRACESTATE).filter(|state| !state.is_empty());
-        Trace { trace_id, traceparent, tracestate }
+        let mut told = Trace { trace_id, traceparent: HeaderValue::from_static(""), tracestate: None };
+        propagator.inject_context(&Context::new().with_remote_span_context(own), &mut told);
+        told
     }
 
     pub(crate) fn id_hex(&self) -> String {
@@ -119,6 +117,17 @@ impl Trace {
         match &self.tracestate {
             Some(state) => drop(headers.insert(TRACESTATE, state.clone())),
             None => drop(headers.remove(TRACESTATE)),
+        }
+    }
+}
+
+impl Injector for Trace {
+    fn set(&mut self, key: &str, value: String) {
+        let Ok(value) = HeaderValue::try_from(value) else { return };
+        match key {
+            TRACEPARENT => self.traceparent = value,
+            TRACESTATE => self.tracestate = Some(value).filter(|state| !state.is_empty()),
+            _ => {}
         }
     }
 }

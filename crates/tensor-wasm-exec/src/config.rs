@@ -46,14 +46,15 @@ pub struct Server {
     pub drain_ms_max: u64,
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
     pub outbound_http: Vec<String>,
-    /// Host names under which the API may be reached, besides `localhost`, IP addresses, the name in `--addr` and `domain`
-    /// itself; `*` for any. A browser that sends another one was led here by a name somebody else owns (DNS rebinding).
+    /// Host names under which the API may be reached, besides `localhost`, IP addresses, the name in `--addr` and
+    /// `domain` itself; `*` for any. A browser that sends another one was led here by a name somebody else owns (DNS
+    /// rebinding).
     pub hosts: Vec<String>,
     /// Functions are served at `NAME.TENANT.DOMAIN`, besides `NAME.TENANT.localhost`: `fn.example.com`, or
     /// `https://fn.example.com` where a proxy in front speaks TLS.
     pub domain: Option<String>,
-    /// Hosts of their own for functions: `"shop.example.com" = "TENANT/FUNCTION"`, or `"example.com/shop"` for the paths
-    /// below one; `https://` in front where a proxy speaks TLS.
+    /// Hosts of their own for functions: `"shop.example.com" = "TENANT/FUNCTION"`, or `"example.com/shop"` for the
+    /// paths below one; `https://` in front where a proxy speaks TLS.
     pub routes: BTreeMap<String, String>,
     /// Web pages that may call the API besides its own: `https://console.example.com`.
     pub allowed_origins: Vec<String>,

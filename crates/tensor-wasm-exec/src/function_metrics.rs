@@ -1,10 +1,9 @@
 //! What each function does, counted by tenant and function.
 //!
 //! Label sets are what a metrics server pays for, and functions are made by strangers: at most `[server]
-//! metrics_functions_max` have series of their own, the rest are counted together as `other`. A function's series go with
-//! the function.
+//! metrics_functions_max` have series of their own, the rest are counted together as `other`. A function's series go
+//! with the function.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -15,6 +14,7 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
+use crate::HashMap;
 use crate::catalog::FunctionRecord;
 use crate::failure::Fault;
 
@@ -121,7 +121,7 @@ impl FunctionMetrics {
     /// Takes a place from the tenant that has the most, if that is more than the one who needs it would have: a tenant
     /// with thousands of functions does not hide everybody else's. What was counted moves to `other`.
     fn make_room(&self, all: &mut HashMap<String, Arc<FunctionSeries>>, tenant: &str) -> bool {
-        let mut by_tenant: HashMap<&str, usize> = HashMap::new();
+        let mut by_tenant: HashMap<&str, usize> = HashMap::default();
         for series in all.values() {
             *by_tenant.entry(&series.tenant).or_default() += 1;
         }

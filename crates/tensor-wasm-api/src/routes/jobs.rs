@@ -91,7 +91,7 @@ pub(crate) struct JobsView {
 #[utoipa::path(post, path = "/functions/{f}/invoke-async", params(("f" = String, Path, description = "name or id"),
         ("idempotency-key" = Option<String>, Header, description = "the same key and request make one job")),
     request_body = SubmitRequest,
-    responses((status = 202, body = JobAccepted), (status = 400), (status = 404), (status = 409), (status = 429), (status = 503)))]
+    responses((status = 202, body = JobAccepted)))]
 pub(crate) async fn submit(
     State(gateway): State<Shared>,
     Path(f): Path<String>,
@@ -119,7 +119,8 @@ pub(crate) async fn submit(
             attempts_max: attempts,
             idempotency_key,
         };
-        // Not in this connection's own future: a client that leaves must neither lose the job nor leave it half-counted.
+        // Not in this connection's own future: a client that leaves must neither lose the job nor leave it
+        // half-counted.
         let runtime = gateway.runtime.clone();
         let submitted = gateway.runtime.background().spawn(async move { runtime.submit(submission).await });
         let job = submitted.await.map_err(internal)??;
@@ -134,7 +135,8 @@ pub(crate) struct ListQuery {
     limit: Option<usize>,
 }
 
-#[utoipa::path(get, path = "/jobs", params(("limit" = Option<usize>, Query, description = "50 by default, 200 at most")),
+#[utoipa::path(get, path = "/jobs",
+    params(("limit" = Option<usize>, Query, description = "50 by default, 200 at most")),
     responses((status = 200, body = JobsView)))]
 pub(crate) async fn list(
     State(gateway): State<Shared>,

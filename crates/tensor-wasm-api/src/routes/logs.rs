@@ -155,7 +155,8 @@ impl Followers {
         let open = by_tenant.get(tenant).copied().unwrap_or(0);
         if open >= places_max {
             let message = format!(
-                "tenant {tenant:?} follows {open} logs already, which is its limit ([server] log_followers_per_tenant_max)"
+                "tenant {tenant:?} follows {open} logs already, which is its limit ([server] \
+                 log_followers_per_tenant_max)"
             );
             return Err(ApiError::new(StatusCode::TOO_MANY_REQUESTS, "tenant_capacity_exhausted", message));
         }

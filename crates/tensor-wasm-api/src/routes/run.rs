@@ -1,7 +1,7 @@
 //! The HTTP endpoint of a `wasi:http` function: the request handed over, the response handed back, bodies streamed.
 //!
-//! A function is reached on a host of its own (`hosts.rs`), which is what browsers are meant for, or below a path of the
-//! API's host, which is what programs use. On the API's host its answers are sandboxed (`guard.rs`).
+//! A function is reached on a host of its own (`hosts.rs`), which is what browsers are meant for, or below a path of
+//! the API's host, which is what programs use. On the API's host its answers are sandboxed (`guard.rs`).
 
 use axum::body::Body;
 use axum::extract::{Extension, Request, State};

@@ -31,7 +31,7 @@ const CHUNKS_WAITING_MAX: usize = 16;
 
 #[utoipa::path(post, path = "/functions/{f}/invoke-stream", params(("f" = String, Path, description = "name or id")),
     request_body = InvokeRequest,
-    responses((status = 200, description = "text/event-stream of chunk, done and error; or raw bytes"), (status = 404)))]
+    responses((status = 200, description = "text/event-stream of chunk, done and error; or raw bytes")))]
 pub(crate) async fn invoke(
     State(gateway): State<Shared>,
     Path(f): Path<String>,

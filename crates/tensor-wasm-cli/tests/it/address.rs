@@ -1,6 +1,6 @@
-//! Functions on hosts of their own, and the API against pages, names and bodies that have no business with it. Spoken by
-//! hand, because a well-meaning client would not say these things; and with a browser, because it is browsers that the
-//! rules are for.
+//! Functions on hosts of their own, and the API against pages, names and bodies that have no business with it. Spoken
+//! by hand, because a well-meaning client would not say these things; and with a browser, because it is browsers that
+//! the rules are for.
 
 use std::path::PathBuf;
 use std::process::Command;

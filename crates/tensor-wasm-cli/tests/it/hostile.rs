@@ -185,7 +185,8 @@ fn bodies_over_the_limit_are_refused() {
     let mut stream = server.connect();
     send(
         &mut stream,
-        "POST /functions/math/invoke HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n",
+        "POST /functions/math/invoke HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+         connection: close\r\ntransfer-encoding: chunked\r\n\r\n",
     );
     for _ in 0..3 {
         let _ = stream.write_all(format!("400\r\n{}\r\n", "y".repeat(1024)).as_bytes());
@@ -233,7 +234,8 @@ fn slow_and_vanishing_clients_hold_nothing() {
     let mut stream = server.connect();
     send(
         &mut stream,
-        "POST /functions/math/invoke HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: 100\r\n\r\n{",
+        "POST /functions/math/invoke HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+         connection: close\r\ncontent-length: 100\r\n\r\n{",
     );
     let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
     assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("nothing came for 300 ms"), "{answer}");

@@ -127,7 +127,8 @@ fn streams_arrive_while_the_guest_runs() {
     send(
         &mut stream,
         &format!(
-            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
             body.len()
         ),
     );
@@ -189,7 +190,8 @@ fn leaving_a_stream_stops_the_guest() {
     send(
         &mut stream,
         &format!(
-            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
             body.len()
         ),
     );
