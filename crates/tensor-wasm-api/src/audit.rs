@@ -68,10 +68,10 @@ pub(crate) struct Line<'a> {
 
 #[derive(Clone)]
 pub(crate) struct Audit {
-    shared: Option<Arc<Shared>>,
+    shared: Option<Arc<AuditQueue>>,
 }
 
-struct Shared {
+struct AuditQueue {
     waiting: Mutex<Waiting>,
     writer: std::sync::OnceLock<Thread>,
 }
@@ -90,7 +90,7 @@ impl Audit {
             Target::Stdout => Box::new(std::io::stdout()),
             Target::File(path) => Box::new(AuditFile::open(path)?),
         };
-        let shared = Arc::new(Shared { waiting: Mutex::default(), writer: std::sync::OnceLock::new() });
+        let shared = Arc::new(AuditQueue { waiting: Mutex::default(), writer: std::sync::OnceLock::new() });
         let own = shared.clone();
         let thread = std::thread::Builder::new().name("audit".to_owned()).spawn(move || own.run(&mut *sink))?;
         let _ = shared.writer.set(thread.thread().clone());
@@ -173,7 +173,7 @@ impl Write for AuditFile {
     }
 }
 
-impl Shared {
+impl AuditQueue {
     fn run(&self, sink: &mut dyn Write) {
         let mut batch = Vec::new();
         loop {

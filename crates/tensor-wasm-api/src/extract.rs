@@ -49,13 +49,13 @@ pub(crate) fn whole<'de, D: Deserializer<'de>, T: TryFrom<u64>>(field: D) -> Res
 
 /// The same where it may be absent or null.
 pub(crate) fn whole_if_any<'de, D: Deserializer<'de>, T: TryFrom<u64>>(field: D) -> Result<Option<T>, D::Error> {
-    struct Whole<T>(T);
-    impl<'de, T: TryFrom<u64>> Deserialize<'de> for Whole<T> {
+    struct WholeNumber<T>(T);
+    impl<'de, T: TryFrom<u64>> Deserialize<'de> for WholeNumber<T> {
         fn deserialize<D: Deserializer<'de>>(field: D) -> Result<Self, D::Error> {
-            whole(field).map(Whole)
+            whole(field).map(WholeNumber)
         }
     }
-    Ok(Option::<Whole<T>>::deserialize(field)?.map(|whole| whole.0))
+    Ok(Option::<WholeNumber<T>>::deserialize(field)?.map(|whole| whole.0))
 }
 
 #[cfg(test)]

@@ -43,6 +43,8 @@ fn accepted(method: &Method, route: &str) -> Option<&'static [&'static str]> {
     match (method, route) {
         (&Method::POST, "/functions") => Some(&[WASM, JSON]),
         (&Method::POST, "/functions/{f}/invoke") => Some(&[JSON, OCTETS]),
+        // A secret is bytes, whatever they are; with this type a page has to ask first.
+        (&Method::PUT, "/functions/{f}/secrets/{key}") => Some(&[OCTETS]),
         (&Method::POST | &Method::PUT, route) if !route.is_empty() => Some(&[JSON]),
         _ => None,
     }

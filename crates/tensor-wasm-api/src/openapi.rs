@@ -103,7 +103,7 @@ const FUNCTION_PATHS: [(&str, &str); 2] =
     [("/run/{name}/{path}", "runFunction"), ("/t/{tenant}/{name}/{path}", "runTenantFunction")];
 
 /// Every kind of error and its status. `error.rs` decides; this says so.
-const KINDS: [(&str, u16); 29] = [
+const KINDS: [(&str, u16); 30] = [
     ("invalid_host", 400),
     ("invalid_name", 400),
     ("invalid_args", 400),
@@ -127,6 +127,7 @@ const KINDS: [(&str, u16); 29] = [
     ("unsupported_media_type", 415),
     ("unknown_host", 421),
     ("guest_trap", 422),
+    ("hostcall_too_large", 422),
     ("rate_limited", 429),
     ("tenant_capacity_exhausted", 429),
     ("internal", 500),
@@ -169,6 +170,7 @@ impl Fails {
                 "too_many_args",
                 "conflict",
                 "guest_trap",
+                "hostcall_too_large",
                 "rate_limited",
                 "tenant_capacity_exhausted",
                 "guest_bad_response",

@@ -36,7 +36,7 @@ pub(crate) enum CallOutcome {
 }
 
 const OUTCOMES: [&str; 4] = ["ok", "fault", "rejected", "cancelled"];
-const FAULT_KINDS: [&str; 3] = ["guest_trap", "invoke_timeout", "guest_bad_response"];
+const FAULT_KINDS: [&str; 4] = ["guest_trap", "invoke_timeout", "guest_bad_response", "hostcall_too_large"];
 
 /// One function's numbers. Relaxed: each is read by itself.
 #[derive(Debug, Default)]
