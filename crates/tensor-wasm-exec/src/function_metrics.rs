@@ -33,9 +33,11 @@ pub(crate) enum CallOutcome {
     Rejected,
     /// Its caller went away while it ran.
     Cancelled,
+    /// Ours.
+    Bug,
 }
 
-const OUTCOMES: [&str; 4] = ["ok", "fault", "rejected", "cancelled"];
+const OUTCOMES: [&str; 5] = ["ok", "fault", "rejected", "cancelled", "bug"];
 const FAULT_KINDS: [&str; 4] = ["guest_trap", "invoke_timeout", "guest_bad_response", "hostcall_too_large"];
 
 /// One function's numbers. Relaxed: each is read by itself.

@@ -448,7 +448,9 @@ impl Drop for Settlement<'_> {
                 Some(fault.to_string())
             }
             None => {
-                if Instant::now() >= self.call.deadline() {
+                if std::thread::panicking() {
+                    series.count(CallOutcome::Bug);
+                } else if Instant::now() >= self.call.deadline() {
                     series.count_fault(&Fault::Deadline { deadline_ms: self.call.deadline_ms });
                 } else {
                     series.count(CallOutcome::Cancelled);
