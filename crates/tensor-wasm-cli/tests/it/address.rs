@@ -2,7 +2,7 @@
 //! by hand, because a well-meaning client would not say these things; and with a browser, because it is browsers that
 //! the rules are for.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -275,7 +275,7 @@ fn chromium() -> Option<PathBuf> {
 }
 
 /// The page as the browser shows it, after its scripts have run.
-fn browse(browser: &PathBuf, url: &str) -> String {
+fn browse(browser: &Path, url: &str) -> String {
     let profile = tempfile::tempdir().unwrap();
     let mut command = Command::new(browser);
     command.args([
