@@ -1,6 +1,6 @@
 # Everything a person or CI does with this repository. `make run` and `make test` need only Rust and a C compiler.
 
-.PHONY: help build run guests ptxas test test-kills model fuzz fuzz-seeds bench compare fmt fmt-check lint lint-guests check \
+.PHONY: help build run guests ptxas test schemathesis test-kills model fuzz fuzz-seeds bench compare fmt fmt-check lint lint-guests check \
 	tidy deny doc doc-sdk ci clean
 
 .DEFAULT_GOAL := build
@@ -28,6 +28,10 @@ ptxas:
 # All tests.
 test: guests ptxas
 	cargo test --workspace
+
+# What /openapi.json promises, tried against a server; installs into target/, skips itself where there is no Python.
+schemathesis:
+	bash .ci/schemathesis
 
 # The long version of the durability test: 200 kills.
 test-kills: guests

@@ -2,10 +2,13 @@
 //! nowhere (`TENSOR_WASM_API_AUDIT_LOG`).
 //!
 //! Lines are collected in memory and written by a thread of their own every few milliseconds, so that no request waits
-//! for the disk. If the disk cannot keep up, lines are dropped rather than requests, and a line says how many.
+//! for the disk. If the disk cannot keep up, lines are dropped rather than requests, and a line says how many. Rotation
+//! is `logrotate`'s: a file that is renamed or removed is opened anew under its name.
 
+use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::path::PathBuf;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::Thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -47,6 +50,15 @@ pub(crate) struct Line<'a> {
     pub tenant: &'a str,
     #[serde(skip_serializing_if = "str::is_empty")]
     pub subject: &'a str,
+    /// Of the function, where one was served or made.
+    #[serde(skip_serializing_if = "str::is_empty")]
+    pub revision: &'a str,
+    /// The name of the token, never the token.
+    #[serde(skip_serializing_if = "str::is_empty")]
+    pub token: &'a str,
+    /// The address of whoever is at the other end of the connection: a proxy's, where there is one.
+    #[serde(skip_serializing_if = "str::is_empty")]
+    pub client: &'a str,
     pub trace_id: &'a str,
     pub status: u16,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -56,10 +68,10 @@ pub(crate) struct Line<'a> {
 
 #[derive(Clone)]
 pub(crate) struct Audit {
-    shared: Option<Arc<Shared>>,
+    shared: Option<Arc<AuditQueue>>,
 }
 
-struct Shared {
+struct AuditQueue {
     waiting: Mutex<Waiting>,
     writer: std::sync::OnceLock<Thread>,
 }
@@ -76,13 +88,17 @@ impl Audit {
         let mut sink: Box<dyn Write + Send> = match target {
             Target::None => return Ok((Audit { shared: None }, None)),
             Target::Stdout => Box::new(std::io::stdout()),
-            Target::File(path) => Box::new(std::fs::OpenOptions::new().create(true).append(true).open(path)?),
+            Target::File(path) => Box::new(AuditFile::open(path)?),
         };
-        let shared = Arc::new(Shared { waiting: Mutex::default(), writer: std::sync::OnceLock::new() });
+        let shared = Arc::new(AuditQueue { waiting: Mutex::default(), writer: std::sync::OnceLock::new() });
         let own = shared.clone();
         let thread = std::thread::Builder::new().name("audit".to_owned()).spawn(move || own.run(&mut *sink))?;
         let _ = shared.writer.set(thread.thread().clone());
         Ok((Audit { shared: Some(shared) }, Some(thread)))
+    }
+
+    pub(crate) fn is_off(&self) -> bool {
+        self.shared.is_none()
     }
 
     pub(crate) fn line(&self, line: &Line<'_>) {
@@ -120,7 +136,44 @@ impl Audit {
     }
 }
 
-impl Shared {
+/// A file that whoever rotates logs may rename or remove under us: the next lines go to a new one of its name.
+struct AuditFile {
+    path: PathBuf,
+    file: File,
+}
+
+impl AuditFile {
+    fn open(path: &Path) -> std::io::Result<AuditFile> {
+        // What it says about callers is the operator's to read.
+        let file = OpenOptions::new().create(true).append(true).mode(0o600).open(path)?;
+        Ok(AuditFile { path: path.to_owned(), file })
+    }
+
+    fn is_moved(&self) -> bool {
+        match (std::fs::metadata(&self.path), self.file.metadata()) {
+            (Ok(named), Ok(open)) => (named.dev(), named.ino()) != (open.dev(), open.ino()),
+            (Err(error), _) => error.kind() == std::io::ErrorKind::NotFound,
+            (_, Err(_)) => false,
+        }
+    }
+}
+
+impl Write for AuditFile {
+    /// Called with whole lines, a few times a second at most.
+    fn write(&mut self, lines: &[u8]) -> std::io::Result<usize> {
+        if self.is_moved() {
+            *self = AuditFile::open(&self.path)?;
+        }
+        // All of it or an error: a line is never divided between two files.
+        self.file.write_all(lines).map(|()| lines.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.file.flush()
+    }
+}
+
+impl AuditQueue {
     fn run(&self, sink: &mut dyn Write) {
         let mut batch = Vec::new();
         loop {
@@ -171,6 +224,9 @@ mod tests {
                 event: "function.invoke",
                 tenant: "a\n\"b",
                 subject: "f",
+                revision: "",
+                token: "ci",
+                client: "::1",
                 trace_id: &trace,
                 status: 200,
                 error: None,
@@ -185,6 +241,20 @@ mod tests {
         assert_eq!(lines.len(), 1000);
         assert_eq!(lines[999]["trace_id"], "999");
         assert_eq!(lines[0]["tenant"], "a\n\"b");
+    }
+
+    #[test]
+    fn a_file_that_was_rotated_is_made_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("audit");
+        let mut file = AuditFile::open(&path).unwrap();
+        file.write_all(b"one\n").unwrap();
+        std::fs::rename(&path, dir.path().join("audit.1")).unwrap();
+        file.write_all(b"two\n").unwrap();
+        std::fs::remove_file(&path).unwrap();
+        file.write_all(b"three\n").unwrap();
+        assert_eq!(std::fs::read_to_string(dir.path().join("audit.1")).unwrap(), "one\n");
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "three\n");
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! Who is calling: tokens, their scopes, and which tenant a request speaks for.
 //!
 //! `TENSOR_WASM_API_TOKENS` holds tokens separated by semicolons or white space, each `TOKEN`, `TOKEN:tenant=*` or
-//! `TOKEN:tenant=a,b`. A token without a scope speaks for the tenant `default`. With no tokens configured everyone may
-//! speak for any tenant, which is why the server then serves loopback only.
+//! `TOKEN:tenant=a,b`, and `:name=ci` after any of them. A token without a scope speaks for the tenant `default`; one
+//! without a name is called by the beginning of its hash. With no tokens configured everyone may speak for any tenant,
+//! which is why the server then serves loopback only.
 
 use http::{HeaderMap, StatusCode, header};
 use subtle::ConstantTimeEq;
@@ -16,6 +17,9 @@ pub const DEFAULT_TENANT: &str = "default";
 /// Shorter ones could be guessed; refusing them at start is kinder than an incident.
 const TOKEN_BYTES_MIN: usize = 8;
 
+/// Of a token's hash, in the name of one that was given none: enough to tell tokens apart, too little to test a guess.
+const NAME_HEX_DIGITS: usize = 6;
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Scope {
     Every,
@@ -26,7 +30,12 @@ struct Token {
     /// Tokens are compared by hash: in constant time, and none lies in memory in the clear.
     hash: blake3::Hash,
     scope: Scope,
+    /// What the audit log calls it.
+    name: String,
 }
+
+/// What a request without tokens to choose from may do.
+static EVERYONE: Scope = Scope::Every;
 
 #[derive(Default)]
 pub struct Tokens {
@@ -35,25 +44,45 @@ pub struct Tokens {
 
 impl Tokens {
     pub fn parse(text: &str) -> Result<Tokens, String> {
-        let mut tokens = Vec::new();
+        let mut tokens: Vec<Token> = Vec::new();
         for (n, entry) in text.split([';', ' ', '\t', '\n', '\r']).filter(|e| !e.is_empty()).enumerate() {
-            // Named by position: the error must not print the secret.
+            // Named by position: the error must not print the secret, nor what may be a part of it.
             let wrong = |why: String| format!("TENSOR_WASM_API_TOKENS: token {}: {why}", n + 1);
-            let (secret, scope) = match entry.split_once(":tenant=") {
-                None => (entry, Scope::Only(vec![DEFAULT_TENANT.to_owned()])),
-                Some((secret, "*")) => (secret, Scope::Every),
-                Some((secret, list)) => {
-                    let tenants: Vec<String> = list.split(',').map(str::to_owned).collect();
-                    for tenant in &tenants {
-                        check_name(tenant).map_err(|e| wrong(e.to_string()))?;
-                    }
-                    (secret, Scope::Only(tenants))
-                }
-            };
+            let mut parts = entry.split(':');
+            let secret = parts.next().unwrap_or_default();
             if secret.len() < TOKEN_BYTES_MIN {
                 return Err(wrong(format!("it is shorter than {TOKEN_BYTES_MIN} characters")));
             }
-            tokens.push(Token { hash: blake3::hash(secret.as_bytes()), scope });
+            let (mut scope, mut name) = (None, None);
+            for part in parts {
+                match part.split_once('=') {
+                    Some(("tenant", "*")) if scope.is_none() => scope = Some(Scope::Every),
+                    Some(("tenant", list)) if scope.is_none() => {
+                        let tenants: Vec<String> = list.split(',').map(str::to_owned).collect();
+                        for tenant in &tenants {
+                            check_name(tenant).map_err(|e| wrong(format!("tenant={e}")))?;
+                        }
+                        scope = Some(Scope::Only(tenants));
+                    }
+                    Some(("name", given)) if name.is_none() => {
+                        check_name(given).map_err(|e| wrong(format!("name={e}")))?;
+                        name = Some(given.to_owned());
+                    }
+                    // A misspelt scope must not become a part of the secret.
+                    _ => {
+                        return Err(wrong(
+                            "after the token come :tenant=… and :name=…, each once, and nothing else".into(),
+                        ));
+                    }
+                }
+            }
+            let hash = blake3::hash(secret.as_bytes());
+            let name = name.unwrap_or_else(|| format!("id-{}", &hash.to_hex()[..NAME_HEX_DIGITS]));
+            if let Some(same) = tokens.iter().position(|t| t.hash == hash || t.name == name) {
+                return Err(wrong(format!("it has the secret or the name of token {}", same + 1)));
+            }
+            let scope = scope.unwrap_or_else(|| Scope::Only(vec![DEFAULT_TENANT.to_owned()]));
+            tokens.push(Token { hash, scope, name });
         }
         Ok(Tokens { tokens })
     }
@@ -62,18 +91,23 @@ impl Tokens {
         self.tokens.is_empty()
     }
 
-    /// The tenant a request speaks for.
+    /// The tenant a request speaks for, by its token and by what it asks for in the header.
     pub(crate) fn tenant(&self, headers: &HeaderMap) -> Result<String, ApiError> {
-        let scope = self.scope(headers)?;
         let asked = match headers.get(TENANT_HEADER).map(|v| v.to_str()) {
             None => None,
             Some(Ok(tenant)) => {
+                self.scope(headers)?;
                 check_name(tenant)?;
                 Some(tenant)
             }
             Some(Err(_)) => return Err(ApiError::bad_request("invalid_name", format!("{TENANT_HEADER} is not text"))),
         };
-        match (scope, asked) {
+        self.speaks_for(headers, asked)
+    }
+
+    /// The same, where the tenant is not asked for in the header.
+    pub(crate) fn speaks_for(&self, headers: &HeaderMap, asked: Option<&str>) -> Result<String, ApiError> {
+        match (self.scope(headers)?, asked) {
             (Scope::Every, asked) => Ok(asked.unwrap_or(DEFAULT_TENANT).to_owned()),
             (Scope::Only(tenants), Some(asked)) if tenants.iter().any(|t| t == asked) => Ok(asked.to_owned()),
             (Scope::Only(_), Some(asked)) => Err(denied(format!("this token does not speak for tenant {asked:?}"))),
@@ -96,14 +130,24 @@ impl Tokens {
         }
     }
 
-    /// Whether the request carries one of our tokens; such a header is not for the guest.
-    pub(crate) fn carries_token(&self, headers: &HeaderMap) -> bool {
-        !self.is_empty() && self.scope(headers).is_ok()
+    /// What the audit log calls the token of a request; `None` without one, or without one of ours.
+    pub(crate) fn name(&self, headers: &HeaderMap) -> Option<&str> {
+        self.presented(headers).ok().flatten().map(|token| token.name.as_str())
     }
 
-    fn scope(&self, headers: &HeaderMap) -> Result<Scope, ApiError> {
+    /// Whether the request carries one of our tokens; such a header is not for the guest.
+    pub(crate) fn carries_token(&self, headers: &HeaderMap) -> bool {
+        self.presented(headers).is_ok_and(|token| token.is_some())
+    }
+
+    fn scope(&self, headers: &HeaderMap) -> Result<&Scope, ApiError> {
+        Ok(self.presented(headers)?.map_or(&EVERYONE, |token| &token.scope))
+    }
+
+    /// The token of a request; `None` where none is needed.
+    fn presented(&self, headers: &HeaderMap) -> Result<Option<&Token>, ApiError> {
         if self.is_empty() {
-            return Ok(Scope::Every);
+            return Ok(None);
         }
         let unauthorized = |message: &str| ApiError::new(StatusCode::UNAUTHORIZED, "unauthorized", message);
         let Some(value) = headers.get(header::AUTHORIZATION) else {
@@ -118,10 +162,10 @@ impl Tokens {
         let mut found = None;
         for known in &self.tokens {
             if bool::from(known.hash.as_bytes().ct_eq(hash.as_bytes())) {
-                found = Some(&known.scope);
+                found = Some(known);
             }
         }
-        found.cloned().ok_or_else(|| unauthorized("the token is not known here"))
+        found.map(Some).ok_or_else(|| unauthorized("the token is not known here"))
     }
 }
 
@@ -163,10 +207,26 @@ mod tests {
     }
 
     #[test]
+    fn tokens_have_names() {
+        let tokens = Tokens::parse("first-token:tenant=*:name=ci second-token").unwrap();
+        assert_eq!(tokens.name(&headers(Some("first-token"), None)), Some("ci"));
+        let second = tokens.name(&headers(Some("second-token"), None)).unwrap();
+        assert!(second.starts_with("id-") && second.len() == 9, "{second}");
+        assert_eq!(tokens.name(&headers(Some("third-token"), None)), None);
+    }
+
+    #[test]
     fn mistakes_do_not_print_the_secret() {
         let error = Tokens::parse("good-token-1 s3cret").err().unwrap();
         assert!(error.contains("token 2") && !error.contains("s3cret"), "{error}");
         assert!(Tokens::parse("long-enough:tenant=a/b").is_err());
+        for misspelt in
+            ["long-enough:tennant=a", "long-enough:tenant", "long-enough:*", "long-enough:tenant=a:tenant=b"]
+        {
+            let error = Tokens::parse(misspelt).err().unwrap();
+            assert!(error.contains("nothing else") && !error.contains("long-enough"), "{error}");
+        }
+        assert!(Tokens::parse("long-enough:name=x other-token:name=x").err().unwrap().contains("token 1"));
         assert!(Tokens::parse("").unwrap().is_empty());
     }
 }

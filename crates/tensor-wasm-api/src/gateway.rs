@@ -1,4 +1,4 @@
-//! What every request has in common, around its route: a trace, a span, metrics and an audit line.
+//! What every request has in common, around its route: a trace, a span, the guard, metrics and an audit line.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -7,17 +7,23 @@ use std::time::{Duration, Instant};
 use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
-use axum::response::Response;
+use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode};
 use tensor_wasm_exec::Runtime;
-use tracing::Instrument;
+use tokio::sync::watch;
+use tracing::field::Empty;
+use tracing::{Instrument, Span};
 
 use crate::audit::{Audit, Line};
 use crate::auth::Tokens;
 use crate::body::{self, HeldBodies};
 use crate::error::{ApiError, ErrorKind};
+use crate::guard;
+use crate::hosts::{Host, Hosts};
 use crate::linger;
 use crate::metrics::HttpMetrics;
+use crate::routes::ClientAddress;
+use crate::routes::logs::Followers;
 use crate::trace::{TRACE_ID, TRACEPARENT, Trace};
 
 /// What the routes share.
@@ -31,6 +37,11 @@ pub(crate) struct Gateway {
     pub open: AtomicUsize,
     pub cores: usize,
     pub exporting: bool,
+    pub hosts: Hosts,
+    /// Who follows a log.
+    pub followers: Arc<Followers>,
+    /// True once the server shuts down: what would otherwise go on without end then ends.
+    pub closing: watch::Sender<bool>,
 }
 
 pub(crate) type Shared = Arc<Gateway>;
@@ -38,6 +49,18 @@ pub(crate) type Shared = Arc<Gateway>;
 impl Gateway {
     pub(crate) fn body_limit(&self) -> Duration {
         Duration::from_millis(self.runtime.config.server.body_ms_max)
+    }
+
+    /// The revision that must have served a call that failed, where only one has traffic.
+    fn only_revision(&self, audited: &Audited) -> Option<ServedRevision> {
+        if self.audit.is_off() {
+            return None;
+        }
+        let function = self.runtime.catalog.resolve(&audited.tenant, &audited.subject).ok()?;
+        match function.traffic.as_slice() {
+            [only] => Some(ServedRevision(only.revision.as_str().to_owned())),
+            _ => None,
+        }
     }
 
     pub(crate) fn body_idle(&self) -> Duration {
@@ -53,27 +76,50 @@ pub(crate) struct Audited {
     pub subject: String,
 }
 
+/// The revision that a route served or made, for the audit log; rides along with its response.
+#[derive(Debug, Clone)]
+pub(crate) struct ServedRevision(pub String);
+
 /// Runs a route with everything around it.
 pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, next: Next) -> Response {
     let started = Instant::now();
     linger::request();
-    let mut trace = Trace::from_headers(request.headers());
     let method = request.method().clone();
+    let host = request.extensions_mut().remove::<Result<Host, String>>();
     let matched = request.extensions().get::<MatchedPath>().cloned();
-    let route = matched.as_ref().map_or("unmatched", MatchedPath::as_str);
-    let span =
-        tracing::info_span!("request", otel.name = route, http.method = %method, http.status = tracing::field::Empty);
-    if gateway.exporting {
-        trace.adopt(&span);
-    }
-    request.extensions_mut().insert(trace);
+    let route = match &host {
+        Some(Ok(Host::Function(_))) => "{function}",
+        _ => matched.as_ref().map_or("unmatched", MatchedPath::as_str),
+    };
+    let span = if gateway.exporting { exported_span(&request, route) } else { plain_span(&method, route) };
+    let trace = Trace::begin(request.headers(), gateway.exporting.then_some(&span));
+    request.extensions_mut().insert(trace.clone());
+    let caller = Caller::of(&gateway, &request);
     let unread = body::lend(&mut request);
     let in_flight = InFlight::new(&gateway);
-    let mut response = next.run(request).instrument(span.clone()).await;
+    let is_functions = matches!(host, Some(Ok(Host::Function(_)))) || guard::is_function_path(request.uri().path());
+    let cors = if is_functions { None } else { guard::allowed_origin(&gateway.hosts, request.headers()) };
+    let mut response = match guarded(&gateway, host, matched.as_ref().map(MatchedPath::as_str), &mut request) {
+        Ok(Guarded::Route) => next.run(request).instrument(span.clone()).await,
+        Ok(Guarded::Preflight) => {
+            drop(request);
+            empty(StatusCode::NO_CONTENT)
+        }
+        Err(error) => {
+            drop(request);
+            error.into_response()
+        }
+    };
     drop(in_flight);
+    if !is_functions {
+        guard::seal(response.headers_mut(), cors);
+    }
 
     let status = response.status();
-    span.record("http.status", status.as_u16());
+    span.record("http.response.status_code", status.as_u16());
+    if status.is_server_error() {
+        span.record("otel.status_code", "ERROR");
+    }
     let took = started.elapsed();
     gateway.metrics.answered(route, &method, status.as_u16(), took);
     let trace_id = trace.id_hex();
@@ -82,12 +128,22 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
     }
     response.headers_mut().insert(TRACEPARENT, trace.traceparent());
     let audited = response.extensions_mut().remove::<Audited>();
+    let revision =
+        response.extensions_mut().remove::<ServedRevision>().or_else(|| gateway.only_revision(audited.as_ref()?));
     let error = response.extensions().get::<ErrorKind>().map(|kind| kind.0);
-    if let Some(line) = worth_a_line(audited.as_ref(), status) {
-        let (event, tenant, subject) = line;
-        let duration_us = u64::try_from(took.as_micros()).unwrap_or(u64::MAX);
-        let status = status.as_u16();
-        gateway.audit.line(&Line { event, tenant, subject, trace_id: &trace_id, status, error, duration_us });
+    if let Some((event, tenant, subject)) = worth_a_line(audited.as_ref(), status) {
+        gateway.audit.line(&Line {
+            event,
+            tenant,
+            subject,
+            revision: revision.as_ref().map_or("", |revision| &revision.0),
+            token: caller.token.unwrap_or(""),
+            client: &caller.address.map_or_else(String::new, |client| client.0.to_string()),
+            trace_id: &trace_id,
+            status: status.as_u16(),
+            error,
+            duration_us: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
+        });
     }
     let left = unread.and_then(|unread| unread.lock().take());
     if let Some(body) = left {
@@ -98,6 +154,92 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
         linger::answer();
     }
     response
+}
+
+/// The span of a request, as far as the server's own log shows it.
+fn plain_span(method: &http::Method, route: &str) -> Span {
+    tracing::info_span!(
+        "request",
+        http.request.method = %method,
+        http.route = route,
+        http.response.status_code = Empty,
+        otel.status_code = Empty
+    )
+}
+
+/// The same for a collector, by OpenTelemetry's semantic conventions for HTTP servers.
+fn exported_span(request: &Request, route: &str) -> Span {
+    let header = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
+    let authority = header(http::header::HOST).unwrap_or_default();
+    let (host, port) = authority.rsplit_once(':').unwrap_or((authority, "80"));
+    tracing::info_span!(
+        "request",
+        otel.name = format!("{} {route}", request.method()),
+        otel.kind = "server",
+        otel.status_code = Empty,
+        http.request.method = %request.method(),
+        http.route = route,
+        http.response.status_code = Empty,
+        url.scheme = "http",
+        url.path = request.uri().path(),
+        server.address = host,
+        server.port = port.parse::<u16>().ok(),
+        client.address = request.extensions().get::<ClientAddress>().map(|client| client.0.to_string()),
+        network.protocol.version = protocol_version(request.version()),
+        user_agent.original = header(http::header::USER_AGENT),
+    )
+}
+
+fn protocol_version(version: http::Version) -> &'static str {
+    match version {
+        http::Version::HTTP_2 => "2",
+        http::Version::HTTP_10 => "1.0",
+        _ => "1.1",
+    }
+}
+
+/// What the guard has to say about a request.
+enum Guarded {
+    Route,
+    /// A browser asks what a page of an allowed origin may send.
+    Preflight,
+}
+
+fn guarded(
+    gateway: &Gateway,
+    host: Option<Result<Host, String>>,
+    route: Option<&str>,
+    request: &mut Request,
+) -> Result<Guarded, ApiError> {
+    let host = match host {
+        Some(Ok(host)) => host,
+        Some(Err(why)) => return Err(ApiError::bad_request("invalid_host", why)),
+        None => Host::Api,
+    };
+    let (parts, body) = std::mem::take(request).into_parts();
+    let checked = if host == Host::Api && guard::is_preflight(&gateway.hosts, &parts) {
+        Ok(Guarded::Preflight)
+    } else {
+        guard::check(&gateway.hosts, &host, &parts, route).map(|()| Guarded::Route)
+    };
+    *request = Request::from_parts(parts, body);
+    if let Host::Function(function) = host {
+        request.extensions_mut().insert(function);
+    }
+    checked
+}
+
+/// Who asks, for the audit log.
+struct Caller<'a> {
+    token: Option<&'a str>,
+    address: Option<ClientAddress>,
+}
+
+impl<'a> Caller<'a> {
+    fn of(gateway: &'a Gateway, request: &Request) -> Caller<'a> {
+        let token = if gateway.audit.is_off() { None } else { gateway.tokens.name(request.headers()) };
+        Caller { token, address: request.extensions().get::<ClientAddress>().copied() }
+    }
 }
 
 /// State changes and invocations say so themselves; refused tokens are recognised by their status.
@@ -116,7 +258,6 @@ pub(crate) fn audited(
     subject: &str,
     result: Result<Response, ApiError>,
 ) -> Response {
-    use axum::response::IntoResponse;
     let mut response = result.unwrap_or_else(IntoResponse::into_response);
     let line = Audited { event, tenant: tenant.to_owned(), subject: subject.chars().take(128).collect() };
     response.extensions_mut().insert(line);

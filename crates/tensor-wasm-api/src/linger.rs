@@ -2,7 +2,8 @@
 //!
 //! A client that sends its next request as soon as it has the last answer does so within some tens of microseconds.
 //! Waking a sleeping thread takes about as long on a virtual machine, and the caches are cold then. So a serving thread
-//! looks for the next request without sleeping, but only while at most half the cores have a connection to serve, and only as long as looking pays: with clients far away it hardly ever does, and is hardly ever tried.
+//! looks for the next request without sleeping, but only while at most half the cores have a connection to serve, and
+//! only as long as looking pays: with clients far away it hardly ever does, and is hardly ever tried.
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;

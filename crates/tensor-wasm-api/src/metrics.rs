@@ -81,10 +81,7 @@ impl HttpMetrics {
         registry.register("invocations_queued", "Calls waiting for admission", queued.clone());
         let functions = Gauge::default();
         registry.register("functions", "Functions deployed", functions.clone());
-        let build = Info::new(vec![
-            ("version", env!("CARGO_PKG_VERSION")),
-            ("git_sha", option_env!("TENSOR_WASM_GIT_SHA").unwrap_or("unknown")),
-        ]);
+        let build = Info::new(vec![("version", env!("CARGO_PKG_VERSION")), ("git_sha", env!("TENSOR_WASM_GIT_SHA"))]);
         registry.register("build", "The build that is running", build);
         runtime.metrics.register(&mut registry);
         HttpMetrics {

@@ -4,13 +4,12 @@
 //! to be long; see `tensor-wasm-exec/src/guest/supervise.rs`): an instance's memory is touched, reset and touched again
 //! by the same core. Connections go to the thread that has the fewest.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use axum::Router;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use hyper_util::service::TowerToHyperService;
@@ -24,9 +23,10 @@ use crate::audit::{Audit, Line, Target};
 use crate::auth::Tokens;
 use crate::body::HeldBodies;
 use crate::gateway::Gateway;
+use crate::hosts::Hosts;
 use crate::linger;
 use crate::metrics::HttpMetrics;
-use crate::routes;
+use crate::routes::Dispatch;
 
 /// Request heads larger than this are refused by the HTTP parser.
 const HEAD_BYTES_MAX: usize = 64 << 10;
@@ -47,7 +47,8 @@ const HTTP2_PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const PREFACE_POLL: Duration = Duration::from_millis(10);
 
 pub struct ServerOptions {
-    pub addr: SocketAddr,
+    /// `HOST:PORT`. A name is resolved, and every address it has is listened on.
+    pub addr: String,
     pub tokens: Tokens,
     pub audit: Target,
     /// Whether spans are exported, so that each request takes its ids from the exporter.
@@ -65,6 +66,10 @@ pub enum ServeError {
     PublicWithoutTokens { addr: SocketAddr },
     #[error("cannot listen on {addr}: {why}")]
     Listen { addr: SocketAddr, why: std::io::Error },
+    #[error("--addr {addr:?}: {why}; give it as ADDRESS:PORT, such as 127.0.0.1:8080 or localhost:8080")]
+    Address { addr: String, why: String },
+    #[error("the configuration: {0}")]
+    Config(String),
     #[error("cannot open the audit log: {0}")]
     Audit(std::io::Error),
     #[error("cannot start serving threads: {0}")]
@@ -73,7 +78,7 @@ pub enum ServeError {
 
 /// A bound server; [`Server::run`] serves until told to stop.
 pub struct Server {
-    listener: std::net::TcpListener,
+    listeners: Vec<std::net::TcpListener>,
     gateway: Arc<Gateway>,
     audit_thread: Option<JoinHandle<()>>,
 }
@@ -86,16 +91,16 @@ struct Worker {
 
 impl Server {
     pub fn bind(runtime: Arc<Runtime>, options: ServerOptions) -> Result<Server, ServeError> {
-        let addr = options.addr;
+        let addrs = resolve(&options.addr)?;
         if options.tokens.is_empty() {
-            if !addr.ip().is_loopback() {
+            if let Some(addr) = addrs.iter().copied().find(|addr| !addr.ip().is_loopback()) {
                 return Err(ServeError::PublicWithoutTokens { addr });
             }
             tracing::warn!("no tokens are configured: every local process may deploy and call functions of any tenant");
         }
-        let listen = |why| ServeError::Listen { addr, why };
-        let listener = std::net::TcpListener::bind(addr).map_err(listen)?;
-        listener.set_nonblocking(true).map_err(listen)?;
+        let listening = options.addr.rsplit_once(':').map(|(host, _)| host);
+        let hosts = Hosts::new(&runtime.config.server, listening).map_err(ServeError::Config)?;
+        let listeners = listen(&addrs)?;
         let (audit, audit_thread) = Audit::open(&options.audit).map_err(ServeError::Audit)?;
         if let Some(events) = options.device_events {
             let audit = audit.clone();
@@ -114,35 +119,44 @@ impl Server {
             open: AtomicUsize::new(0),
             cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             exporting,
+            hosts,
+            followers: Default::default(),
+            closing: watch::Sender::new(false),
         };
-        Ok(Server { listener, gateway: Arc::new(gateway), audit_thread })
+        Ok(Server { listeners, gateway: Arc::new(gateway), audit_thread })
     }
 
-    pub fn local_addr(&self) -> std::io::Result<SocketAddr> {
-        self.listener.local_addr()
+    /// Where it listens; never empty.
+    pub fn local_addrs(&self) -> std::io::Result<Vec<SocketAddr>> {
+        self.listeners.iter().map(std::net::TcpListener::local_addr).collect()
     }
 
-    /// Serves until `stop` completes, then drains: stops accepting, lets running calls finish up to the configured limit,
-    /// and returns how many had to be abandoned.
+    /// Serves until `stop` completes, then drains: stops accepting, lets running calls finish up to the configured
+    /// limit, and returns how many had to be abandoned.
     pub async fn run(self, stop: impl Future<Output = ()>) -> Result<usize, ServeError> {
         let limits = &self.gateway.runtime.config.server;
-        let (closing, watch_closing) = watch::channel(false);
+        let watch_closing = self.gateway.closing.subscribe();
         let workers: Vec<Worker> = (0..self.gateway.cores)
             .map(|n| Worker::start(n, self.gateway.clone(), watch_closing.clone()))
             .collect::<Result<_, _>>()
             .map_err(ServeError::Threads)?;
-        let addr = self.local_addr().map_err(ServeError::Threads)?;
-        let listener = TcpListener::from_std(self.listener).map_err(|why| ServeError::Listen { addr, why })?;
+        let listeners: Vec<TcpListener> = self
+            .listeners
+            .into_iter()
+            .map(TcpListener::from_std)
+            .collect::<Result<_, _>>()
+            .map_err(ServeError::Threads)?;
+        let accepting = listeners.iter().map(|l| accept(l, &workers, limits.connections_max, &self.gateway));
 
         tokio::select! {
-            () = accept(&listener, &workers, limits.connections_max, &self.gateway) => {}
+            _ = futures_util::future::join_all(accepting) => {}
             () = stop => {}
         }
-        drop(listener);
+        drop(listeners);
         let drain = Duration::from_millis(limits.drain_ms_max);
         let until = tokio::time::Instant::now() + drain;
         tracing::info!(limit_ms = limits.drain_ms_max, "shutting down: finishing running calls");
-        closing.send_replace(true);
+        self.gateway.closing.send_replace(true);
         let abandoned = self.gateway.runtime.drain(drain).await;
         let senders: Vec<_> = workers.into_iter().map(|w| (w.connections, w.thread)).collect();
         let joined = tokio::task::spawn_blocking(move || {
@@ -163,13 +177,60 @@ impl Server {
     }
 }
 
+/// The addresses of `HOST:PORT`, IPv4 first: that is what is printed.
+fn resolve(addr: &str) -> Result<Vec<SocketAddr>, ServeError> {
+    let wrong = |why: String| ServeError::Address { addr: addr.to_owned(), why };
+    let mut addrs: Vec<SocketAddr> = addr.to_socket_addrs().map_err(|e| wrong(e.to_string()))?.collect();
+    addrs.sort_by_key(SocketAddr::is_ipv6);
+    addrs.dedup();
+    if addrs.is_empty() { Err(wrong("the name has no address".to_owned())) } else { Ok(addrs) }
+}
+
+/// Listens on all of them, on one port. An address this machine does not have (`::1` where IPv6 is off) is left out as
+/// long as there is another.
+fn listen(addrs: &[SocketAddr]) -> Result<Vec<std::net::TcpListener>, ServeError> {
+    let mut listeners: Vec<std::net::TcpListener> = Vec::new();
+    let mut refused = None;
+    for addr in addrs {
+        let mut addr = *addr;
+        if let Some(first) = listeners.first().filter(|_| addr.port() == 0) {
+            addr.set_port(first.local_addr().map_err(|why| ServeError::Listen { addr, why })?.port());
+        }
+        let listening = std::net::TcpListener::bind(addr).and_then(|l| l.set_nonblocking(true).map(|()| l));
+        match listening {
+            Ok(listener) => listeners.push(listener),
+            Err(why) if why.kind() == std::io::ErrorKind::AddrNotAvailable && addrs.len() > 1 => {
+                tracing::warn!(%addr, "this machine does not have that address");
+                refused = Some(ServeError::Listen { addr, why });
+            }
+            Err(why) => return Err(ServeError::Listen { addr, why }),
+        }
+    }
+    match refused {
+        Some(error) if listeners.is_empty() => Err(error),
+        _ => Ok(listeners),
+    }
+}
+
 fn record(audit: &Audit, event: &DeviceEvent) {
     let (event, subject, duration) = match event {
         DeviceEvent::Lost { why } => ("device.lost", why.as_str(), Duration::ZERO),
         DeviceEvent::Restored { after } => ("device.restored", "", *after),
     };
     let duration_us = u64::try_from(duration.as_micros()).unwrap_or(u64::MAX);
-    audit.line(&Line { event, tenant: "", subject, trace_id: "", status: 0, error: None, duration_us });
+    let (revision, token, client) = ("", "", "");
+    audit.line(&Line {
+        event,
+        tenant: "",
+        subject,
+        revision,
+        token,
+        client,
+        trace_id: "",
+        status: 0,
+        error: None,
+        duration_us,
+    });
 }
 
 async fn accept(listener: &TcpListener, workers: &[Worker], connections_max: usize, gateway: &Gateway) {
@@ -218,13 +279,14 @@ async fn serve(
     closing: watch::Receiver<bool>,
 ) {
     let header_read = Duration::from_millis(gateway.runtime.config.server.header_read_ms_max);
-    let router = routes::router(gateway.clone());
+    let dispatch = Dispatch::new(gateway.clone());
     let tracker = TaskTracker::new();
     tokio::spawn(linger::watch());
     while let Some(stream) = incoming.recv().await {
         let guard = Open::new(open.clone(), gateway.clone());
         let Ok(stream) = tokio::net::TcpStream::from_std(stream) else { continue };
-        tracker.spawn(connection(stream, router.clone(), header_read, closing.clone(), guard));
+        let Ok(client) = stream.peer_addr() else { continue };
+        tracker.spawn(connection(stream, dispatch.for_client(client.ip()), header_read, closing.clone(), guard));
     }
     tracker.close();
     tracker.wait().await;
@@ -232,7 +294,7 @@ async fn serve(
 
 async fn connection(
     stream: tokio::net::TcpStream,
-    router: Router,
+    dispatch: Dispatch,
     header_read: Duration,
     mut closing: watch::Receiver<bool>,
     _open: Open,
@@ -248,7 +310,7 @@ async fn connection(
         .max_concurrent_streams(HTTP2_STREAMS_MAX)
         .keep_alive_interval(Some(header_read))
         .keep_alive_timeout(header_read);
-    let service = TowerToHyperService::new(router);
+    let service = TowerToHyperService::new(dispatch);
     let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
     let ended = tokio::select! {
         ended = connection.as_mut() => ended,

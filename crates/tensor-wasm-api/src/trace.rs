@@ -1,9 +1,13 @@
-//! Trace context: W3C `traceparent` in, `x-trace-id` and `traceparent` out, spans to an OTLP collector where
-//! `TENSOR_WASM_OTLP_ENDPOINT` names one, and the process's own log (`TENSOR_WASM_LOG`).
+//! Trace context: W3C `traceparent` and `tracestate` in, `x-trace-id` and `traceparent` out, spans to an OTLP collector
+//! where `TENSOR_WASM_OTLP_ENDPOINT` names one, and the process's own log (`TENSOR_WASM_LOG`).
 
 use http::{HeaderMap, HeaderValue};
+use opentelemetry::Context;
+use opentelemetry::propagation::{Injector, TextMapPropagator};
 use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState, TracerProvider};
+use opentelemetry_http::HeaderExtractor;
 use opentelemetry_otlp::{WithExportConfig, WithHttpConfig};
+use opentelemetry_sdk::propagation::TraceContextPropagator;
 use opentelemetry_sdk::trace::SdkTracerProvider;
 use tracing::Span;
 use tracing_opentelemetry::OpenTelemetrySpanExt;
@@ -12,6 +16,7 @@ use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 pub(crate) const TRACEPARENT: &str = "traceparent";
+const TRACESTATE: &str = "tracestate";
 pub(crate) const TRACE_ID: &str = "x-trace-id";
 
 /// Ends telemetry: what is still in memory is exported.
@@ -70,41 +75,32 @@ fn exporting(endpoint: &str) -> Result<SdkTracerProvider, String> {
     Ok(SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build())
 }
 
-/// The trace a request belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// The trace a request belongs to, and our own span in it.
+#[derive(Debug, Clone)]
 pub(crate) struct Trace {
     pub trace_id: u128,
-    pub parent_id: Option<u64>,
-    /// Our own part of it.
-    pub span_id: u64,
-    pub sampled: bool,
+    /// As guests and callers are told.
+    traceparent: HeaderValue,
+    /// The caller's, which is not ours to change; guests are told, callers know.
+    tracestate: Option<HeaderValue>,
 }
 
 impl Trace {
     /// Continues the caller's trace, or begins one. A malformed header begins a new one, as the standard asks.
-    pub(crate) fn from_headers(headers: &HeaderMap) -> Trace {
-        let given = headers.get(TRACEPARENT).and_then(|v| v.to_str().ok()).and_then(parse);
-        let span_id = rand::random::<u64>() | 1;
-        match given {
-            Some((trace_id, parent_id, sampled)) => Trace { trace_id, parent_id: Some(parent_id), span_id, sampled },
-            None => Trace { trace_id: rand::random::<u128>() | 1, parent_id: None, span_id, sampled: true },
-        }
-    }
-
-    /// Makes `span` part of this trace for the exporter; takes over the ids the exporter gave it.
-    pub(crate) fn adopt(&mut self, span: &Span) {
-        if let Some(parent_id) = self.parent_id {
-            let flags = if self.sampled { TraceFlags::SAMPLED } else { TraceFlags::default() };
-            let (trace_id, span_id) = (TraceId::from(self.trace_id), SpanId::from(parent_id));
-            let remote = SpanContext::new(trace_id, span_id, flags, true, TraceState::default());
-            let _ = span.set_parent(opentelemetry::Context::new().with_remote_span_context(remote));
-        }
-        let context = span.context();
-        let own = context.span().span_context().clone();
-        if own.is_valid() {
-            self.trace_id = u128::from_be_bytes(own.trace_id().to_bytes());
-            self.span_id = u64::from_be_bytes(own.span_id().to_bytes());
-        }
+    /// `exported` is the request's span where spans are exported: it joins the caller's trace, and the ids are the
+    /// exporter's.
+    pub(crate) fn begin(headers: &HeaderMap, exported: Option<&Span>) -> Trace {
+        let propagator = TraceContextPropagator::new();
+        let parent = headers.contains_key(TRACEPARENT).then(|| {
+            let context = propagator.extract_with_context(&Context::new(), &HeaderExtractor(headers));
+            context.span().span_context().clone()
+        });
+        let parent = parent.filter(SpanContext::is_valid);
+        let own = exported.and_then(|span| join(span, parent.as_ref())).unwrap_or_else(|| child(parent.as_ref()));
+        let trace_id = u128::from_be_bytes(own.trace_id().to_bytes());
+        let mut told = Trace { trace_id, traceparent: HeaderValue::from_static(""), tracestate: None };
+        propagator.inject_context(&Context::new().with_remote_span_context(own), &mut told);
+        told
     }
 
     pub(crate) fn id_hex(&self) -> String {
@@ -112,23 +108,51 @@ impl Trace {
     }
 
     pub(crate) fn traceparent(&self) -> HeaderValue {
-        let flags = u8::from(self.sampled);
-        let text = format!("00-{:032x}-{:016x}-{flags:02x}", self.trace_id, self.span_id);
-        HeaderValue::from_str(&text).unwrap_or(HeaderValue::from_static(""))
+        self.traceparent.clone()
+    }
+
+    /// Replaces what the caller sent by what the guest is to continue.
+    pub(crate) fn hand_on(&self, headers: &mut HeaderMap) {
+        headers.insert(TRACEPARENT, self.traceparent.clone());
+        match &self.tracestate {
+            Some(state) => drop(headers.insert(TRACESTATE, state.clone())),
+            None => drop(headers.remove(TRACESTATE)),
+        }
     }
 }
 
-fn parse(text: &str) -> Option<(u128, u64, bool)> {
-    let mut parts = text.trim().split('-');
-    let (version, trace, parent, flags) = (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
-    let hex = |s: &str, len: usize| s.len() == len && s.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    let well_formed = hex(version, 2) && version != "ff" && hex(trace, 32) && hex(parent, 16) && hex(flags, 2);
-    if !well_formed || (version == "00" && parts.next().is_some()) {
-        return None;
+impl Injector for Trace {
+    fn set(&mut self, key: &str, value: String) {
+        let Ok(value) = HeaderValue::try_from(value) else { return };
+        match key {
+            TRACEPARENT => self.traceparent = value,
+            TRACESTATE => self.tracestate = Some(value).filter(|state| !state.is_empty()),
+            _ => {}
+        }
     }
-    let trace_id = u128::from_str_radix(trace, 16).ok().filter(|id| *id != 0)?;
-    let parent_id = u64::from_str_radix(parent, 16).ok().filter(|id| *id != 0)?;
-    Some((trace_id, parent_id, u8::from_str_radix(flags, 16).ok()? & 1 == 1))
+}
+
+/// Makes `span` part of the caller's trace for the exporter; the ids the exporter gave it.
+fn join(span: &Span, parent: Option<&SpanContext>) -> Option<SpanContext> {
+    if let Some(parent) = parent {
+        let _ = span.set_parent(Context::new().with_remote_span_context(parent.clone()));
+    }
+    let own = span.context().span().span_context().clone();
+    own.is_valid().then_some(own)
+}
+
+/// A span of our own that nobody exports.
+fn child(parent: Option<&SpanContext>) -> SpanContext {
+    let span_id = SpanId::from(rand::random::<u64>() | 1);
+    match parent {
+        Some(parent) => {
+            SpanContext::new(parent.trace_id(), span_id, parent.trace_flags(), true, parent.trace_state().clone())
+        }
+        None => {
+            let trace_id = TraceId::from(rand::random::<u128>() | 1);
+            SpanContext::new(trace_id, span_id, TraceFlags::SAMPLED, true, TraceState::default())
+        }
+    }
 }
 
 #[cfg(test)]
@@ -137,8 +161,20 @@ mod tests {
 
     #[test]
     fn traceparent() {
-        let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        assert_eq!(parse(good), Some((0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736, 0x00f0_67aa_0ba9_02b7, true)));
+        let begin = |parent: &str, state: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(TRACEPARENT, parent.parse().unwrap());
+            headers.insert(TRACESTATE, state.parse().unwrap());
+            let trace = Trace::begin(&headers, None);
+            trace.hand_on(&mut headers);
+            (trace, headers)
+        };
+        let (trace, told) = begin("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "vendor=1");
+        assert_eq!(trace.id_hex(), "4bf92f3577b34da6a3ce929d0e0e4736");
+        let parent = told[TRACEPARENT].to_str().unwrap();
+        assert!(parent.starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-") && parent.ends_with("-01"), "{parent}");
+        assert!(!parent.contains("00f067aa0ba902b7"), "a span of our own: {parent}");
+        assert_eq!(told[TRACESTATE], "vendor=1");
         for bad in [
             "",
             "00-00000000000000000000000000000000-00f067aa0ba902b7-01",
@@ -148,12 +184,10 @@ mod tests {
             "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-x",
             "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7",
         ] {
-            assert_eq!(parse(bad), None, "{bad}");
+            let (trace, told) = begin(bad, "vendor=1");
+            assert_ne!(trace.id_hex(), "4bf92f3577b34da6a3ce929d0e0e4736", "{bad}");
+            assert_eq!(trace.id_hex().len(), 32);
+            assert!(!told.contains_key(TRACESTATE), "the state of a trace that is none: {bad}");
         }
-        let mut headers = HeaderMap::new();
-        headers.insert(TRACEPARENT, good.parse().unwrap());
-        let trace = Trace::from_headers(&headers);
-        assert_eq!(trace.id_hex(), "4bf92f3577b34da6a3ce929d0e0e4736");
-        assert!(trace.traceparent().to_str().unwrap().starts_with("00-4bf92f3577b34da6a3ce929d0e0e4736-"));
     }
 }

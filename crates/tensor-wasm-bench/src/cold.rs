@@ -134,7 +134,8 @@ fn resident_kib(server: &Process) -> anyhow::Result<f64> {
 }
 
 fn call(connection: &mut TcpStream, method: &str, path: &str, body: &str) -> anyhow::Result<String> {
-    let request = format!("{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+    let head = "host: localhost\r\ncontent-type: application/json";
+    let request = format!("{method} {path} HTTP/1.1\r\n{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len());
     connection.write_all(request.as_bytes())?;
     let mut answer = vec![0; 65536];
     let mut length = 0;

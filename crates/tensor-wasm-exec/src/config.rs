@@ -105,6 +105,22 @@ section! {
     pub drain_ms_max: u64 = 30_000;
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
     pub outbound_http: Vec<String> = Vec::new();
+    /// Host names under which the API may be reached, besides `localhost`, IP addresses, the name in `--addr` and
+    /// `domain` itself; `*` for any. A browser that sends another one was led here by a name somebody else owns (DNS
+    /// rebinding).
+    pub hosts: Vec<String> = Vec::new();
+    /// Functions are served at `NAME.TENANT.DOMAIN`, besides `NAME.TENANT.localhost`: `fn.example.com`, or
+    /// `https://fn.example.com` where a proxy in front speaks TLS.
+    pub domain: Option<String> = None;
+    /// Web pages that may call the API besides its own: `https://console.example.com`.
+    pub allowed_origins: Vec<String> = Vec::new();
+    /// Functions with metrics of their own; the rest are counted together, as `other`.
+    pub metrics_functions_max: usize = 1_000;
+    /// `GET /functions/{f}/logs?follow=true` open at once, per tenant.
+    pub log_followers_per_tenant_max: usize = 16;
+    /// Hosts of their own for functions: `"shop.example.com" = "TENANT/FUNCTION"`, or `"example.com/shop"` for the
+    /// paths below one; `https://` in front where a proxy speaks TLS.
+    pub routes: BTreeMap<String, String> = BTreeMap::new();
     }
 }
 

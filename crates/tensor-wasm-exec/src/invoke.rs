@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::sync::{mpsc, oneshot};
+use tracing::{Instrument, Span};
 
 use crate::admission::{Account, Admitted, Permit};
 use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
@@ -21,6 +22,7 @@ use crate::config::Limits;
 use crate::engine::EngineKind;
 use crate::engine::pool::{EntryPoint, Instance, Lease, LinkedRevision, Pool};
 use crate::failure::{Bug, Failure, Fault, Rejection};
+use crate::function_metrics::{CallOutcome, FunctionSeries};
 use crate::guest::http::{self, Exchange};
 use crate::guest::running::{Given, RunningCall, Surroundings, Used};
 use crate::guest::stdio::Sink;
@@ -96,11 +98,13 @@ impl Runtime {
     pub async fn invoke(&self, invocation: Invocation) -> Result<Outcome, Failure> {
         let arrived = Instant::now();
         let function = self.catalog.resolve(&invocation.tenant, &invocation.function)?;
+        let counted = CountedCall::new(self.metrics.functions.of(&function));
         let serving = serving(function)?;
         let revision = serving.revision();
 
         let patience = invocation.deadline.unwrap_or(DEADLINE_MAX).min(DEADLINE_MAX);
-        let admitted = self.admission.admit(&invocation.tenant, arrived, arrived + patience).await?;
+        let queue = tracing::debug_span!("queue", tenant = invocation.tenant);
+        let admitted = self.admission.admit(&invocation.tenant, arrived, arrived + patience).instrument(queue).await?;
         let Admitted { permit, account, waited } = admitted;
 
         let mut begun = waited.is_zero().then_some(arrived);
@@ -124,6 +128,8 @@ impl Runtime {
             account,
             serving,
             used: Used::default(),
+            series: counted.run(),
+            span: parent_span(),
         });
         let run = GuestRun { pool: self.pool.clone(), linked, permit, call: call.clone(), given };
         let ended = match prepared {
@@ -180,6 +186,33 @@ impl Runtime {
             .await
             .map(|response| Output::Response(Box::new(response)))
     }
+}
+
+/// A call that is counted as refused unless it comes to run; from then on its settlement counts it.
+struct CountedCall(Option<Arc<FunctionSeries>>);
+
+impl CountedCall {
+    fn new(series: Arc<FunctionSeries>) -> CountedCall {
+        CountedCall(Some(series))
+    }
+
+    fn run(mut self) -> Arc<FunctionSeries> {
+        self.0.take().unwrap_or_default()
+    }
+}
+
+impl Drop for CountedCall {
+    fn drop(&mut self) {
+        if let Some(series) = &self.0 {
+            series.count(CallOutcome::Rejected);
+        }
+    }
+}
+
+/// What a call's own spans are children of. A guest may go on in another thread, where nothing is current.
+fn parent_span() -> Span {
+    // Spans below the request's are made at this level, which only an exporter asks for: without one they cost a load.
+    if tracing::enabled!(tracing::Level::DEBUG) { Span::current() } else { Span::none() }
 }
 
 /// The revision that serves this call.
@@ -306,8 +339,8 @@ impl GuestRun {
         let mut settlement = Settlement::new(&call);
         let result = async {
             let _ticking = pool.engines.clock().ticking();
-            let mut lease = pool.lease(&linked, permit, &call, given).await?;
-            let returned = call_in(&mut lease, &linked.entry, prepared, &call).await?;
+            let mut lease = pool.lease(&linked, permit, &call, given).instrument(call.instance_span()).await?;
+            let returned = call_in(&mut lease, &linked.entry, prepared, &call).instrument(call.call_span()).await?;
             if call.serving.revision().settings.reuse && call.may_reuse {
                 pool.keep(&linked, &call.serving.function.id, lease);
             }
@@ -323,10 +356,13 @@ impl GuestRun {
         let mut settlement = Settlement::new(&call);
         let result = async {
             let _ticking = pool.engines.clock().ticking();
-            let mut lease = pool.lease(&linked, permit, &call, given).await?;
+            let mut lease = pool.lease(&linked, permit, &call, given).instrument(call.instance_span()).await?;
+            let span = call.call_span();
             match &mut lease.instance {
-                Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).await?,
-                Instance::HttpP3(service) => Box::pin(http::p3(&mut lease.store, service, exchange)).await?,
+                Instance::HttpP2(proxy) => http::p2(&mut lease.store, proxy, exchange).instrument(span).await?,
+                Instance::HttpP3(service) => {
+                    Box::pin(http::p3(&mut lease.store, service, exchange)).instrument(span).await?;
+                }
                 _ => return Err(mismatched()),
             }
             if call.serving.revision().settings.reuse {
@@ -423,16 +459,38 @@ impl<'a> Settlement<'a> {
 impl Drop for Settlement<'_> {
     fn drop(&mut self) {
         let Surroundings { metrics, logs, .. } = &*self.call.surroundings;
+        let series = &self.call.series;
+        series.took(self.call.arrived.elapsed());
         let fault = match self.ended.take() {
-            Some(Ok(())) => None,
-            Some(Err(GuestError::Rejected(rejection))) => Some(rejection.to_string()),
+            Some(Ok(())) => {
+                series.count(CallOutcome::Ok);
+                None
+            }
+            Some(Err(GuestError::Rejected(rejection))) => {
+                series.count(CallOutcome::Rejected);
+                Some(rejection.to_string())
+            }
             Some(Err(GuestError::Faulted(fault))) => {
                 metrics.invocation_faults.inc();
+                series.count_fault(&fault);
                 Some(fault.to_string())
             }
-            Some(Err(GuestError::Bug(_))) => Some(OUR_BUG.to_owned()),
-            None if std::thread::panicking() => Some(OUR_BUG.to_owned()),
-            None => Some("stopped: it met its deadline or its caller went away".to_owned()),
+            Some(Err(GuestError::Bug(_))) => {
+                series.count(CallOutcome::Bug);
+                Some(OUR_BUG.to_owned())
+            }
+            None if std::thread::panicking() => {
+                series.count(CallOutcome::Bug);
+                Some(OUR_BUG.to_owned())
+            }
+            None => {
+                if Instant::now() >= self.call.deadline() {
+                    series.count_fault(&Fault::Deadline { deadline_ms: self.call.deadline_ms });
+                } else {
+                    series.count(CallOutcome::Cancelled);
+                }
+                Some("stopped: it met its deadline or its caller went away".to_owned())
+            }
         };
         let dropped = self.call.used.captured.dropped_bytes.load(Ordering::Relaxed);
         if dropped > 0 {

@@ -24,6 +24,7 @@ pub mod logs;
 
 pub mod config;
 pub mod failure;
+mod function_metrics;
 pub mod metrics;
 pub mod runtime;
 

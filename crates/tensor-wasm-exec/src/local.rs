@@ -259,6 +259,8 @@ impl LocalRun {
             deadline_ms: millis(self.timeout.unwrap_or(NO_LIMIT).min(NO_LIMIT)),
             may_reuse: false,
             used: Used::default(),
+            series: Arc::default(),
+            span: tracing::Span::none(),
         }
     }
 

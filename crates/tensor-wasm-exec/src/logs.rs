@@ -3,9 +3,11 @@
 //! for that.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
+use tokio::sync::watch;
 
 use crate::guest::running::RunningCall;
 
@@ -41,6 +43,28 @@ struct Function {
     entries: VecDeque<Entry>,
     bytes: usize,
     written_ms: u64,
+    /// How many entries there ever were: the last of `entries` is number `written`.
+    written: u64,
+    /// Says `written` to whoever follows; dropped with the function.
+    changed: watch::Sender<u64>,
+}
+
+/// Somebody who reads a function's log as it is written.
+pub struct Follower {
+    logs: Arc<Logs>,
+    function: String,
+    changed: watch::Receiver<u64>,
+    /// Entries seen, or too old to be.
+    seen: u64,
+}
+
+/// What was written since a follower last asked.
+#[derive(Debug, PartialEq, Eq)]
+pub struct News {
+    /// Never empty, oldest first.
+    pub entries: Vec<Entry>,
+    /// Entries that were forgotten before the follower came for them.
+    pub missed: u64,
 }
 
 impl Entry {
@@ -82,11 +106,7 @@ impl Logs {
 
     fn push(&self, function: &str, entry: Entry) {
         let mut functions = self.functions.lock();
-        if !functions.contains_key(function) && functions.len() >= FUNCTIONS_MAX {
-            let oldest = functions.iter().min_by_key(|(_, f)| f.written_ms).map(|(id, _)| id.clone());
-            oldest.and_then(|id| functions.remove(&id));
-        }
-        let log = functions.entry(function.to_owned()).or_default();
+        let log = log_of(&mut functions, function);
         log.written_ms = entry.at_ms;
         log.bytes += entry.bytes();
         log.entries.push_back(entry);
@@ -94,6 +114,17 @@ impl Logs {
             let Some(gone) = log.entries.pop_front() else { break };
             log.bytes -= gone.bytes();
         }
+        log.written += 1;
+        log.changed.send_replace(log.written);
+    }
+
+    /// Follows a function's log, beginning with its last `recent` entries.
+    pub fn follow(self: &Arc<Self>, function: &str, recent: usize) -> Follower {
+        let mut functions = self.functions.lock();
+        let log = log_of(&mut functions, function);
+        let seen = log.written - log.entries.len().min(recent) as u64;
+        let changed = log.changed.subscribe();
+        Follower { logs: self.clone(), function: function.to_owned(), changed, seen }
     }
 
     /// The most recent entries, oldest first.
@@ -106,6 +137,42 @@ impl Logs {
 
     pub(crate) fn forget(&self, function: &str) {
         self.functions.lock().remove(function);
+    }
+}
+
+/// A function's log, in the place of the one that wrote longest ago if there are too many.
+fn log_of<'a>(functions: &'a mut HashMap<String, Function>, function: &str) -> &'a mut Function {
+    if !functions.contains_key(function) && functions.len() >= FUNCTIONS_MAX {
+        let is_followed = |f: &Function| f.changed.receiver_count() > 0;
+        let oldest = functions.iter().min_by_key(|(_, f)| (is_followed(f), f.written_ms)).map(|(id, _)| id.clone());
+        oldest.and_then(|id| functions.remove(&id));
+    }
+    functions.entry(function.to_owned()).or_default()
+}
+
+impl Follower {
+    /// Waits for what is written next; `None` once the function is gone.
+    pub async fn next(&mut self) -> Option<News> {
+        loop {
+            let written = *self.changed.borrow_and_update();
+            if written > self.seen
+                && let Some(news) = self.take()
+            {
+                return Some(news);
+            }
+            self.changed.changed().await.ok()?;
+        }
+    }
+
+    fn take(&mut self) -> Option<News> {
+        let functions = self.logs.functions.lock();
+        let log = functions.get(&self.function)?;
+        let first = log.written - log.entries.len() as u64;
+        let missed = first.saturating_sub(self.seen);
+        let skip = usize::try_from(self.seen.max(first) - first).unwrap_or(usize::MAX);
+        self.seen = log.written;
+        let entries: Vec<_> = log.entries.iter().skip(skip).cloned().collect();
+        (!entries.is_empty()).then_some(News { entries, missed })
     }
 }
 
@@ -140,5 +207,26 @@ mod tests {
         }
         assert_eq!(logs.functions.lock().len(), FUNCTIONS_MAX);
         assert!(logs.tail("small", 1).is_empty(), "the oldest was forgotten");
+    }
+
+    #[test]
+    fn followers_see_everything_or_how_much_they_missed() {
+        let logs = Arc::new(Logs::default());
+        let now = |follower: &mut Follower| futures_util::FutureExt::now_or_never(follower.next());
+        (0..5).for_each(|n| logs.push("f", entry(1, n)));
+        let mut follower = logs.follow("f", 2);
+        let times = |news: News| (news.entries.iter().map(|e| e.at_ms).collect::<Vec<_>>(), news.missed);
+        assert_eq!(now(&mut follower).flatten().map(times), Some((vec![3, 4], 0)));
+        assert!(now(&mut follower).is_none(), "it waits");
+        logs.push("f", entry(1, 5));
+        logs.push("g", entry(1, 6));
+        assert_eq!(now(&mut follower).flatten().map(times), Some((vec![5], 0)));
+        (0..ENTRIES_MAX as u64 + 7).for_each(|n| logs.push("f", entry(1, n)));
+        let late = now(&mut follower).flatten().unwrap();
+        assert_eq!((late.entries.len(), late.missed), (ENTRIES_MAX, 7));
+        let mut silent = logs.follow("never-called", 20);
+        assert!(now(&mut silent).is_none());
+        logs.forget("f");
+        assert_eq!(now(&mut follower), Some(None), "the function is gone");
     }
 }

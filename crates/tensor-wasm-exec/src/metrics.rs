@@ -1,12 +1,18 @@
 //! What the runtime counts about itself. The HTTP metrics are the gateway's (`tensor-wasm-api/src/metrics.rs`); both
 //! register into one registry, and `cargo xtask tidy` checks that each registered metric is written somewhere.
 
+use std::sync::Arc;
+
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-#[derive(Debug, Default)]
+use crate::function_metrics::FunctionMetrics;
+
+#[derive(Debug)]
 pub struct Metrics {
+    /// By tenant and function.
+    pub(crate) functions: Arc<FunctionMetrics>,
     /// Instances that exist now: running a call, or kept for reuse.
     pub active_instances: Gauge,
     pub instance_spawns: Counter,
@@ -22,7 +28,32 @@ pub struct Metrics {
     pub streaming_chunks_emitted: Counter,
 }
 
+impl Default for Metrics {
+    fn default() -> Self {
+        Metrics::new(0)
+    }
+}
+
 impl Metrics {
+    /// With series of their own for so many functions.
+    pub fn new(functions_max: usize) -> Metrics {
+        Metrics {
+            functions: Arc::new(FunctionMetrics::new(functions_max)),
+            active_instances: Gauge::default(),
+            instance_spawns: Counter::default(),
+            instance_terminations: Counter::default(),
+            invocation_faults: Counter::default(),
+            jobs_active: Gauge::default(),
+            jobs_queued: Gauge::default(),
+            compiles: Counter::default(),
+            compile_failures: Counter::default(),
+            artifact_loads: Counter::default(),
+            quarantined: Counter::default(),
+            log_bytes_dropped: Counter::default(),
+            streaming_chunks_emitted: Counter::default(),
+        }
+    }
+
     pub fn register(&self, registry: &mut Registry) {
         let gauges = [
             ("active_instances", "Wasm instances in existence", &self.active_instances),
@@ -47,5 +78,6 @@ impl Metrics {
         for (name, help, counter) in counters {
             registry.register(name, help, counter.clone());
         }
+        registry.register_collector(Box::new(self.functions.clone()));
     }
 }

@@ -112,7 +112,7 @@ impl Runtime {
         if !changes.is_empty() {
             catalog.store.write_blocking(changes)?;
         }
-        let metrics = Arc::new(Metrics::default());
+        let metrics = Arc::new(Metrics::new(config.server.metrics_functions_max));
         metrics.quarantined.inc_by(damages.len() as u64);
         let engines = Arc::new(Engines::new(&config).map_err(|e| OpenError::Engine(format!("{e:#}")))?);
         let pool = Pool::new(engines.clone(), &config, background.clone(), metrics.clone())
@@ -243,6 +243,7 @@ impl Runtime {
         self.catalog.delete(tenant, name).await?;
         self.pool.forget(&function.id);
         self.logs.forget(&function.id);
+        self.metrics.functions.forget(&function.id);
         Ok(())
     }
 

@@ -36,6 +36,16 @@ impl Guest for Lab {
                 respond(out, 200, &[], b"printed\n");
             }
             "/status" => respond(out, query.parse().unwrap_or(500), &[("x-lab", "yes")], b""),
+            "/respond-with" => {
+                let pairs: Vec<(String, String)> = query
+                    .split('&')
+                    .filter_map(|p| p.split_once('='))
+                    .map(|(n, v)| (n.to_owned(), decoded(v)))
+                    .collect();
+                let headers: Vec<(&str, &str)> = pairs.iter().map(|(n, v)| (n.as_str(), v.as_str())).collect();
+                respond(out, 200, &headers, b"as you wished\n");
+            }
+            "/page" => respond(out, 200, &[("content-type", "text/html; charset=utf-8")], include_bytes!("page.html")),
             "/echo" => echo(request, out),
             "/trailers" => trailers(request, out),
             "/endless" => endless(out),
@@ -112,6 +122,25 @@ fn respond(out: ResponseOutparam, status: u16, headers: &[(&str, &str)], content
 fn headers(request: &IncomingRequest) -> String {
     let line = |(name, value): (String, Vec<u8>)| format!("{name}: {}\n", String::from_utf8_lossy(&value));
     request.headers().entries().into_iter().map(line).collect()
+}
+
+fn decoded(text: &str) -> String {
+    let mut bytes = Vec::new();
+    let mut rest = text.as_bytes();
+    while let [first, tail @ ..] = rest {
+        let hex = tail.get(..2).and_then(|hex| std::str::from_utf8(hex).ok());
+        match hex.and_then(|hex| u8::from_str_radix(hex, 16).ok()).filter(|_| *first == b'%') {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = &tail[2..];
+            }
+            None => {
+                bytes.push(*first);
+                rest = tail;
+            }
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 /// Each piece goes back as soon as it came.

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Path, Query, Request, State};
+use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -16,7 +16,9 @@ use utoipa::ToSchema;
 
 use crate::body;
 use crate::error::{ApiError, internal};
-use crate::gateway::{Shared, audited, empty};
+use crate::extract::{Path, Query, whole};
+use crate::gateway::{Gateway, ServedRevision, Shared, audited, empty};
+use crate::hosts::Asked;
 
 /// Base64 and JSON around a module: its size on the wire is up to this many times its own, plus the rest of the object.
 const BASE64_GROWTH: f64 = 1.37;
@@ -92,15 +94,19 @@ pub(crate) struct FunctionView {
     kind: Option<&'static str>,
     created_ms: u64,
     traffic: Vec<ShareView>,
-    /// The path of its HTTP endpoint, for `wasi:http` handlers.
+    /// The path of its HTTP endpoint, for `wasi:http` handlers and programs that call them.
     #[serde(skip_serializing_if = "Option::is_none")]
     url: Option<String>,
+    /// Where a browser opens it: a URL with a host of its own, wherever there can be one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    address: Option<String>,
 }
 
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ShareView {
     revision: String,
+    #[serde(deserialize_with = "whole")]
     weight: u32,
 }
 
@@ -119,9 +125,12 @@ pub(crate) struct RevisionView {
 }
 
 impl FunctionView {
-    fn of(function: &FunctionRecord) -> FunctionView {
+    /// `headers` are those of the request: an address is one that works for whoever asks.
+    fn of(function: &FunctionRecord, gateway: &Gateway, headers: &HeaderMap) -> FunctionView {
         let current = function.current();
         let kind = current.map(|r| r.kind.as_str());
+        let is_handler = kind == Some("http_handler");
+        let address = || gateway.hosts.address(&function.tenant, &function.name, &Asked::of(headers));
         FunctionView {
             id: function.id.clone(),
             name: function.name.clone(),
@@ -130,8 +139,17 @@ impl FunctionView {
             kind,
             created_ms: function.created_ms,
             traffic: shares(function),
-            url: (kind == Some("http_handler")).then(|| format!("/run/{}/", function.name)),
+            url: is_handler.then(|| format!("/run/{}/", function.name)),
+            address: is_handler.then(address),
         }
+    }
+
+    /// The answer to a change, with the revision for the audit log.
+    fn answer(self, status: StatusCode) -> Response {
+        let revision = ServedRevision(self.revision.clone().unwrap_or_default());
+        let mut response = (status, Json(self)).into_response();
+        response.extensions_mut().insert(revision);
+        response
     }
 }
 
@@ -170,7 +188,7 @@ pub(crate) struct DeployQuery {
     responses((status = 201, body = FunctionView), (status = 400), (status = 408), (status = 413)))]
 pub(crate) async fn deploy(
     State(gateway): State<Shared>,
-    query: Result<Query<DeployQuery>, axum::extract::rejection::QueryRejection>,
+    query: Result<Query<DeployQuery>, ApiError>,
     request: Request,
 ) -> Response {
     let (parts, body) = request.into_parts();
@@ -186,7 +204,7 @@ pub(crate) async fn deploy(
 async fn deploy_for(
     gateway: &Shared,
     tenant: &str,
-    query: Result<DeployQuery, axum::extract::rejection::QueryRejection>,
+    query: Result<DeployQuery, ApiError>,
     headers: &HeaderMap,
     body: Body,
     name: &mut String,
@@ -196,7 +214,7 @@ async fn deploy_for(
     // The body counts as held until the deploy is over.
     let (wasm, settings, held) = if is_wasm {
         let wasm = body::read(gateway, tenant, body, module_bytes_max).await.map_err(as_module)?;
-        let query = query.map_err(|e| ApiError::bad_request("invalid_args", e.to_string()))?;
+        let query = query?;
         *name = query
             .name
             .ok_or_else(|| ApiError::bad_request("invalid_name", "an application/wasm body needs ?name=NAME"))?;
@@ -227,8 +245,7 @@ async fn deploy_for(
     };
     let deployed = gateway.runtime.background().spawn(work).await;
     let deployed = deployed.map_err(internal)??;
-    let status = StatusCode::CREATED;
-    Ok((status, Json(FunctionView::of(&deployed.function))).into_response())
+    Ok(FunctionView::of(&deployed.function, gateway, headers).answer(StatusCode::CREATED))
 }
 
 fn grown(module_bytes_max: usize) -> usize {
@@ -249,7 +266,8 @@ fn as_module(mut error: ApiError) -> ApiError {
 #[utoipa::path(get, path = "/functions", responses((status = 200, body = Vec<FunctionView>)))]
 pub(crate) async fn list(State(gateway): State<Shared>, headers: HeaderMap) -> Result<Response, ApiError> {
     let tenant = gateway.tokens.tenant(&headers)?;
-    let functions: Vec<_> = gateway.runtime.catalog.list(&tenant).iter().map(|f| FunctionView::of(f)).collect();
+    let functions = gateway.runtime.catalog.list(&tenant);
+    let functions: Vec<_> = functions.iter().map(|f| FunctionView::of(f, &gateway, &headers)).collect();
     Ok(Json(functions).into_response())
 }
 
@@ -261,7 +279,7 @@ pub(crate) async fn show(
     headers: HeaderMap,
 ) -> Result<Json<FunctionView>, ApiError> {
     let tenant = gateway.tokens.tenant(&headers)?;
-    Ok(Json(FunctionView::of(&*gateway.runtime.catalog.resolve(&tenant, &f)?)))
+    Ok(Json(FunctionView::of(&*gateway.runtime.catalog.resolve(&tenant, &f)?, &gateway, &headers)))
 }
 
 #[utoipa::path(get, path = "/functions/{f}/revisions", params(("f" = String, Path, description = "name or id")),
@@ -352,7 +370,7 @@ async fn change<R: serde::de::DeserializeOwned>(
         let work = async move { runtime.catalog.set_traffic(&tenant, &f, &shares).await };
         let changed = gateway.runtime.background().spawn(work).await;
         let changed = changed.map_err(internal)??;
-        Ok(Json(FunctionView::of(&changed)).into_response())
+        Ok(FunctionView::of(&changed, gateway, headers).answer(StatusCode::OK))
     };
     audited(event, &tenant, f, result.await)
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Extension, Path, Query, State};
+use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
@@ -15,7 +15,8 @@ use utoipa::ToSchema;
 
 use crate::body;
 use crate::error::ApiError;
-use crate::gateway::{Shared, audited};
+use crate::extract::{Path, Query, whole_if_any};
+use crate::gateway::{ServedRevision, Shared, audited};
 use crate::trace::Trace;
 
 pub(crate) const OCTETS: &str = "application/octet-stream";
@@ -26,11 +27,11 @@ pub(crate) struct InvokeRequest {
     /// The export to call; may be left out where there is only one. A command has none.
     pub export: Option<String>,
     /// Arguments in order, or by parameter name for components; for commands, the command line.
-    #[schema(value_type = Object)]
     pub args: Value,
     /// Standard input of a command.
     pub stdin: String,
     /// A tighter deadline than the function's own.
+    #[serde(deserialize_with = "whole_if_any")]
     pub deadline_ms: Option<u64>,
 }
 
@@ -38,7 +39,6 @@ pub(crate) struct InvokeRequest {
 pub(crate) struct InvokeResponse {
     pub function_id: String,
     pub revision: String,
-    #[schema(value_type = Object)]
     pub result: Value,
     /// The export returned the error case of its `result`: `{"err": …}` is an error and not a record of that field.
     pub is_err: bool,
@@ -104,7 +104,10 @@ pub(crate) async fn invoke(
             deadline: deadline_ms.map(Duration::from_millis),
         };
         let outcome = gateway.runtime.invoke(invocation).await?;
-        answer(outcome, gateway.runtime.config.limits_of(&tenant).output_bytes_max)
+        let revision = ServedRevision(outcome.revision().as_str().to_owned());
+        let mut response = answer(outcome, gateway.runtime.config.limits_of(&tenant).output_bytes_max)?;
+        response.extensions_mut().insert(revision);
+        Ok(response)
     };
     audited("function.invoke", &tenant, &f, result.await)
 }

@@ -2,7 +2,7 @@
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, StatusCode};
 use serde::{Deserialize, Serialize};
@@ -13,6 +13,7 @@ use utoipa::ToSchema;
 use super::invoke::parse_json;
 use crate::body;
 use crate::error::{ApiError, internal};
+use crate::extract::{Path, Query, whole_if_any};
 use crate::gateway::{Shared, audited};
 
 pub(crate) const IDEMPOTENCY_KEY: &str = "idempotency-key";
@@ -24,10 +25,10 @@ const LISTED_MAX: usize = 200;
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct SubmitRequest {
     export: Option<String>,
-    #[schema(value_type = Object)]
     args: Value,
     stdin: String,
     /// How often to try if the guest faults; `[jobs] attempts` by default.
+    #[serde(deserialize_with = "whole_if_any")]
     attempts: Option<u32>,
 }
 
@@ -55,7 +56,6 @@ pub(crate) struct JobView {
     #[serde(skip_serializing_if = "Option::is_none")]
     finished_ms: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Object)]
     result: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Object)]
@@ -91,7 +91,7 @@ pub(crate) struct JobsView {
 #[utoipa::path(post, path = "/functions/{f}/invoke-async", params(("f" = String, Path, description = "name or id"),
         ("idempotency-key" = Option<String>, Header, description = "the same key and request make one job")),
     request_body = SubmitRequest,
-    responses((status = 202, body = JobAccepted), (status = 400), (status = 404), (status = 409), (status = 429), (status = 503)))]
+    responses((status = 202, body = JobAccepted)))]
 pub(crate) async fn submit(
     State(gateway): State<Shared>,
     Path(f): Path<String>,
@@ -119,7 +119,8 @@ pub(crate) async fn submit(
             attempts_max: attempts,
             idempotency_key,
         };
-        // Not in this connection's own future: a client that leaves must neither lose the job nor leave it half-counted.
+        // Not in this connection's own future: a client that leaves must neither lose the job nor leave it
+        // half-counted.
         let runtime = gateway.runtime.clone();
         let submitted = gateway.runtime.background().spawn(async move { runtime.submit(submission).await });
         let job = submitted.await.map_err(internal)??;
@@ -134,7 +135,8 @@ pub(crate) struct ListQuery {
     limit: Option<usize>,
 }
 
-#[utoipa::path(get, path = "/jobs", params(("limit" = Option<usize>, Query, description = "50 by default, 200 at most")),
+#[utoipa::path(get, path = "/jobs",
+    params(("limit" = Option<usize>, Query, description = "50 by default, 200 at most")),
     responses((status = 200, body = JobsView)))]
 pub(crate) async fn list(
     State(gateway): State<Shared>,

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::extract::{Extension, Path, State};
+use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -22,6 +22,7 @@ use tokio::task::JoinHandle;
 use super::invoke::{InvokeRequest, OCTETS, done, parse_json};
 use crate::body;
 use crate::error::ApiError;
+use crate::extract::Path;
 use crate::gateway::{Shared, audited};
 use crate::trace::Trace;
 
@@ -30,7 +31,7 @@ const CHUNKS_WAITING_MAX: usize = 16;
 
 #[utoipa::path(post, path = "/functions/{f}/invoke-stream", params(("f" = String, Path, description = "name or id")),
     request_body = InvokeRequest,
-    responses((status = 200, description = "text/event-stream of chunk, done and error; or raw bytes"), (status = 404)))]
+    responses((status = 200, description = "text/event-stream of chunk, done and error; or raw bytes")))]
 pub(crate) async fn invoke(
     State(gateway): State<Shared>,
     Path(f): Path<String>,

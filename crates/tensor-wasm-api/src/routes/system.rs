@@ -1,18 +1,16 @@
-//! The server about itself: health, readiness, metrics, limits, logs, its description and the dashboard page.
+//! The server about itself: health, readiness, metrics, limits, its description and the dashboard page.
 
 use std::sync::atomic::Ordering;
 
 use axum::Json;
-use axum::extract::{Path, Query, State};
+use axum::extract::State;
 use axum::response::{Html, IntoResponse, Response};
 use http::{HeaderMap, header};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use utoipa::ToSchema;
 
 use crate::error::ApiError;
 use crate::gateway::Shared;
-
-const LOGS_DEFAULT: usize = 20;
 
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct Health {
@@ -27,10 +25,10 @@ pub(crate) async fn healthz() -> Json<Health> {
 /// Ready only while calls are accepted.
 #[utoipa::path(get, path = "/readyz", responses((status = 200, body = Health), (status = 503)))]
 pub(crate) async fn readyz(State(gateway): State<Shared>) -> Result<Json<Health>, ApiError> {
-    match gateway.runtime.admission.is_closed() {
-        true => Err(tensor_wasm_exec::Rejection::ShuttingDown.into()),
-        false => Ok(Json(Health { status: "ready" })),
+    if gateway.runtime.admission.is_closed() {
+        return Err(tensor_wasm_exec::Rejection::ShuttingDown.into());
     }
+    Ok(Json(Health { status: "ready" }))
 }
 
 #[utoipa::path(get, path = "/metrics", responses((status = 200, description = "Prometheus text")))]
@@ -42,13 +40,20 @@ pub(crate) async fn metrics(State(gateway): State<Shared>, headers: HeaderMap) -
 }
 
 #[utoipa::path(get, path = "/openapi.json", responses((status = 200, description = "this description")))]
-pub(crate) async fn openapi() -> Response {
-    Json(crate::openapi::document()).into_response()
+pub(crate) async fn openapi(State(gateway): State<Shared>) -> Response {
+    Json(crate::openapi::document(!gateway.tokens.is_empty())).into_response()
 }
 
 #[utoipa::path(get, path = "/", responses((status = 200, description = "the dashboard page")))]
-pub(crate) async fn dashboard() -> Html<&'static str> {
-    Html(include_str!("../dashboard.html"))
+pub(crate) async fn dashboard() -> Response {
+    // Only the page's own script runs, and only in the page's own window.
+    let nonce = format!("{:032x}", rand::random::<u128>());
+    let policy = format!(
+        "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; \
+         form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    );
+    let page = include_str!("../dashboard.html").replace("NONCE", &nonce);
+    ([(header::CONTENT_SECURITY_POLICY, policy)], Html(page)).into_response()
 }
 
 /// The caller's limits and what it uses of them now.
@@ -76,52 +81,4 @@ pub(crate) async fn limits(State(gateway): State<Shared>, headers: HeaderMap) ->
     let functions = runtime.catalog.list(&tenant).len();
     let (running, queued) = (depth.running, depth.waiting);
     Ok(Json(LimitsView { tenant, limits, running, queued, memory_used_bytes: memory, functions }))
-}
-
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct LogView {
-    at_ms: u64,
-    trace_id: String,
-    revision: String,
-    stdout: String,
-    stderr: String,
-    /// Bytes beyond `[limits] log_bytes_max`, not kept.
-    dropped_bytes: u64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    fault: Option<String>,
-}
-
-#[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct LogsView {
-    logs: Vec<LogView>,
-}
-
-#[derive(Debug, Deserialize)]
-pub(crate) struct LogsQuery {
-    limit: Option<usize>,
-}
-
-/// What the function's recent calls wrote, oldest first.
-#[utoipa::path(get, path = "/functions/{f}/logs", params(("f" = String, Path, description = "name or id"),
-        ("limit" = Option<usize>, Query, description = "calls to show, 20 by default")),
-    responses((status = 200, body = LogsView), (status = 404)))]
-pub(crate) async fn logs(
-    State(gateway): State<Shared>,
-    Path(f): Path<String>,
-    Query(query): Query<LogsQuery>,
-    headers: HeaderMap,
-) -> Result<Json<LogsView>, ApiError> {
-    let tenant = gateway.tokens.tenant(&headers)?;
-    let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
-    let view = |entry: tensor_wasm_exec::logs::Entry| LogView {
-        at_ms: entry.at_ms,
-        trace_id: entry.invocation,
-        revision: entry.revision,
-        stdout: entry.stdout,
-        stderr: entry.stderr,
-        dropped_bytes: entry.dropped_bytes,
-        fault: entry.fault,
-    };
-    let logs = gateway.runtime.logs.tail(&function.id, query.limit.unwrap_or(LOGS_DEFAULT));
-    Ok(Json(LogsView { logs: logs.into_iter().map(view).collect() }))
 }

@@ -83,8 +83,8 @@ impl Deploy {
             field(&function, "kind"),
             short(&field(&function, "revision"))
         );
-        match function["url"].as_str() {
-            Some(url) => println!("{}{url}", global.server.trim_end_matches('/')),
+        match function["address"].as_str() {
+            Some(address) => println!("{address}"),
             None if field(&function, "kind").ends_with("_exports") => {
                 println!("try: tensor-wasm invoke {} --export NAME", field(&function, "name"));
             }

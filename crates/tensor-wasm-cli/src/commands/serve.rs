@@ -1,6 +1,5 @@
 #![expect(clippy::print_stdout, reason = "--print-config")]
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::Sender;
@@ -20,9 +19,9 @@ use crate::{Ended, Failed};
 /// TENSOR_WASM_LOG (info, debug…), TENSOR_WASM_OTLP_ENDPOINT (where spans go, as http://host:4318).
 #[derive(clap::Args)]
 pub(crate) struct Serve {
-    /// Where to listen. Anything but loopback needs tokens.
-    #[arg(long, default_value = "127.0.0.1:8080")]
-    addr: SocketAddr,
+    /// Where to listen; a name stands for all its addresses. Anything but loopback needs tokens.
+    #[arg(long, default_value = "127.0.0.1:8080", value_name = "HOST:PORT")]
+    addr: String,
     /// Where functions, artifacts and jobs are kept.
     #[arg(long, default_value = "tensor-wasm-data", value_name = "DIR")]
     data_dir: PathBuf,
@@ -84,9 +83,11 @@ impl Serve {
         let exporting = telemetry.is_exporting();
         let options = ServerOptions { addr: self.addr, tokens, audit, exporting, device_events: Some(device_events) };
         let server = Server::bind(runtime.clone(), options).map_err(|e| Failed::Usage(e.to_string()))?;
-        let addr = server.local_addr().map_err(|e| Failed::No(e.to_string()))?;
+        let addrs = server.local_addrs().map_err(|e| Failed::No(e.to_string()))?;
+        let addrs: Vec<String> = addrs.iter().map(|addr| format!("http://{addr}")).collect();
         eprintln!(
-            "listening on http://{addr} with {} function(s) in {}",
+            "listening on {} with {} function(s) in {}",
+            addrs.join(" and "),
             runtime.catalog.len(),
             self.data_dir.display()
         );

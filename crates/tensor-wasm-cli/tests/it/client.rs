@@ -32,7 +32,10 @@ fn a_session() {
     let math = root().join("guests/wat/math.wat");
     ok(&["deploy", math.to_str().unwrap(), "--name", "math"]);
     let hello = guest("hello.wasm");
-    assert!(ok(&["deploy", hello.to_str().unwrap(), "--name", "hello", "--public"]).contains("/run/hello/"));
+    assert!(
+        ok(&["deploy", hello.to_str().unwrap(), "--name", "hello", "--public"])
+            .contains("http://hello.default.localhost:")
+    );
     assert_eq!(ok(&["invoke", "shapes", "--export", "greet", "--args", r#"["Ada"]"#]), "\"Hello, Ada!\"\n");
     assert_eq!(ok(&["invoke", "math", "--export", "add", "--args", "[1,2]"]), "3\n");
     let table = ok(&["functions"]);

@@ -85,7 +85,7 @@ fn memory_stops_at_the_limits_and_comes_back() {
         assert!(refused.header("retry-after").is_some());
         // Another tenant has its own.
         let theirs = [("x-tensorwasm-tenant", "other"), ("content-type", "application/wasm")];
-        let math = crate::support::guest_bytes("math.wasm");
+        let math = support::guest_bytes("math.wasm");
         server.request("POST", "/functions?name=math", &theirs, &math).ok();
         server.request("POST", "/functions/math/invoke", &theirs[..1], br#"{"export":"nothing"}"#).ok();
     });
@@ -197,7 +197,8 @@ fn bodies_over_the_limit_are_refused() {
     let mut stream = server.connect();
     send(
         &mut stream,
-        "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n",
+        "POST /functions/math/invoke HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+         connection: close\r\ntransfer-encoding: chunked\r\n\r\n",
     );
     for _ in 0..3 {
         let _ = stream.write_all(format!("400\r\n{}\r\n", "y".repeat(1024)).as_bytes());
@@ -210,7 +211,7 @@ fn bodies_over_the_limit_are_refused() {
 /// Sends a body one byte at a time until the server has had enough; returns what it says.
 fn drip(server: &Server, head: &str) -> String {
     let mut stream = server.connect();
-    send(&mut stream, &format!("{head}host: x\r\nconnection: close\r\ncontent-length: 10000\r\n\r\n"));
+    send(&mut stream, &format!("{head}host: localhost\r\nconnection: close\r\ncontent-length: 10000\r\n\r\n"));
     let mut writer = stream.try_clone().unwrap();
     let dripping = std::thread::spawn(move || {
         while writer.write_all(b" ").is_ok() {
@@ -232,7 +233,7 @@ fn slow_and_vanishing_clients_hold_nothing() {
     // Half a head, then nothing.
     let mut loris: Vec<_> = (0..50).map(|_| server.connect()).collect();
     for stream in &mut loris {
-        send(stream, "GET /healthz HTTP/1.1\r\nhost: x\r\nx-slow: ");
+        send(stream, "GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-slow: ");
     }
     others_are_fine(&server);
     let started = Instant::now();
@@ -245,12 +246,13 @@ fn slow_and_vanishing_clients_hold_nothing() {
     let mut stream = server.connect();
     send(
         &mut stream,
-        "POST /functions/math/invoke HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 100\r\n\r\n{",
+        "POST /functions/math/invoke HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+         connection: close\r\ncontent-length: 100\r\n\r\n{",
     );
     let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
     assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("nothing came for 300 ms"), "{answer}");
     // A byte at a time, for ever; also a module that nobody may deploy.
-    let answer = drip(&server, "POST /functions/math/invoke HTTP/1.1\r\n");
+    let answer = drip(&server, "POST /functions/math/invoke HTTP/1.1\r\ncontent-type: application/json\r\n");
     assert!(answer.starts_with("HTTP/1.1 408") && answer.contains("body_ms_max"), "{answer}");
     let guarded =
         Options::config("[server]\nbody_ms_max = 1000\n").env("TENSOR_WASM_API_TOKENS", "a-long-enough-token");
@@ -262,7 +264,7 @@ fn slow_and_vanishing_clients_hold_nothing() {
         let mut stream = server.connect();
         send(
             &mut stream,
-            "POST /functions?name=half HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\ncontent-length: 100000\r\n\r\n\0asm",
+            "POST /functions?name=half HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/wasm\r\ncontent-length: 100000\r\n\r\n\0asm",
         );
     }
     server.wait_for_metric("tensor_wasm_http_requests_in_flight", 1.0);
@@ -274,7 +276,7 @@ fn slow_and_vanishing_clients_hold_nothing() {
 fn oversized_heads_and_nonsense_are_refused() {
     let server = hostile("");
     for text in [
-        format!("GET /healthz HTTP/1.1\r\nhost: x\r\nx-long: {}\r\n\r\n", "a".repeat(200_000)),
+        format!("GET /healthz HTTP/1.1\r\nhost: localhost\r\nx-long: {}\r\n\r\n", "a".repeat(200_000)),
         "NONSENSE\r\n\r\n".to_owned(),
         "GET / HTTP/9.9\r\n\r\n".to_owned(),
         "\u{0}\u{1}\u{2}\u{3}\r\n\r\n".to_owned(),

@@ -40,7 +40,7 @@ fn large_bodies_are_echoed_whole() {
 fn bodies_stream_in_both_directions_at_once() {
     let server = lab();
     let mut stream = server.connect();
-    send(&mut stream, "POST /run/lab/echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
+    send(&mut stream, "POST /run/lab/echo HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n");
     let mut reader = BufReader::new(stream.try_clone().unwrap());
     let mut line = String::new();
     while line != "\r\n" {
@@ -68,7 +68,7 @@ fn trailers_pass_both_ways() {
     let mut stream = server.connect();
     send(
         &mut stream,
-        "POST /run/lab/trailers HTTP/1.1\r\nhost: x\r\nte: trailers\r\nconnection: close\r\ntrailer: x-sum\r\n\
+        "POST /run/lab/trailers HTTP/1.1\r\nhost: localhost\r\nte: trailers\r\nconnection: close\r\ntrailer: x-sum\r\n\
          transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\nx-sum: 42\r\n\r\n",
     );
     let answer = String::from_utf8(read_all(&mut stream)).unwrap();
@@ -81,7 +81,7 @@ fn a_client_that_leaves_stops_the_guest() {
     let server = lab();
     for path in ["endless", "loop", "sleep?60000"] {
         let mut stream = server.connect();
-        send(&mut stream, &format!("GET /run/lab/{path} HTTP/1.1\r\nhost: x\r\n\r\n"));
+        send(&mut stream, &format!("GET /run/lab/{path} HTTP/1.1\r\nhost: localhost\r\n\r\n"));
         server.wait_for_metric("tensor_wasm_active_instances", 1.0);
         if path == "endless" {
             let mut some = [0; 100_000];
@@ -94,7 +94,7 @@ fn a_client_that_leaves_stops_the_guest() {
     }
     // One that never sends its body does not keep the guest either.
     let mut stream = server.connect();
-    send(&mut stream, "POST /run/lab/echo HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\npart");
+    send(&mut stream, "POST /run/lab/echo HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\npart");
     server.wait_for_metric("tensor_wasm_active_instances", 1.0);
     drop(stream);
     server.wait_for_metric("tensor_wasm_active_instances", 0.0);
@@ -105,7 +105,7 @@ fn a_client_that_reads_nothing_does_not_outlast_the_deadline() {
     let server = Server::with(Options::config("[limits]\ndeadline_ms_max = 500\n"));
     server.deploy("lab", "http-lab.wasm");
     let mut stream = server.connect();
-    send(&mut stream, "GET /run/lab/endless HTTP/1.1\r\nhost: x\r\n\r\n");
+    send(&mut stream, "GET /run/lab/endless HTTP/1.1\r\nhost: localhost\r\n\r\n");
     server.wait_for_metric("tensor_wasm_active_instances", 1.0);
     server.wait_for_metric("tensor_wasm_active_instances", 0.0);
     // And what it did send does not look like a whole response.

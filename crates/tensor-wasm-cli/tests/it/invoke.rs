@@ -189,7 +189,8 @@ fn streams_arrive_while_the_guest_runs() {
     send(
         &mut stream,
         &format!(
-            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
             body.len()
         ),
     );
@@ -251,7 +252,8 @@ fn leaving_a_stream_stops_the_guest() {
     send(
         &mut stream,
         &format!(
-            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST /functions/command/invoke-stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
             body.len()
         ),
     );

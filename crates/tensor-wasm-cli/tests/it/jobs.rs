@@ -95,7 +95,8 @@ fn a_client_that_leaves_while_submitting_loses_nothing() {
     let body = r#"{"export":"add","args":[1,2]}"#;
     for n in 0..20 {
         let mut stream = server.connect();
-        let head = "POST /functions/math/invoke-async HTTP/1.1\r\nhost: x\r\n";
+        let head =
+            "POST /functions/math/invoke-async HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n";
         crate::support::send(
             &mut stream,
             &format!("{head}idempotency-key: k{n}\r\ncontent-length: {}\r\n\r\n{body}", body.len()),

@@ -12,6 +12,7 @@
 #![allow(clippy::cast_possible_wrap, reason = "process ids")]
 #![allow(clippy::disallowed_methods, reason = "a test may wait for a moment that it then measures")]
 
+mod address;
 mod admission;
 mod client;
 mod deploy;

@@ -207,6 +207,9 @@ impl Server {
         for (name, value) in headers {
             request = request.header(*name, *value);
         }
+        if !body.is_empty() && !headers.iter().any(|(name, _)| name.eq_ignore_ascii_case("content-type")) {
+            request = request.header("content-type", "application/json");
+        }
         let mut response = match body.is_empty() && method != "POST" {
             true => agent.run(request.body(()).unwrap())?,
             false => agent.run(request.body(body).unwrap())?,

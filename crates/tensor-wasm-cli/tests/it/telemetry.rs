@@ -1,10 +1,10 @@
 //! Metrics, traces and the audit log, as an operator reads them.
 
-use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 
-use crate::support::{Options, Server, wait_until};
+use crate::support::{Options, Server, root, send, wait_until};
 
 #[test]
 fn metrics_count_what_happens() {
@@ -32,7 +32,92 @@ fn metrics_count_what_happens() {
     assert_eq!(metric(r#"cpu_memory_bytes_per_tenant{tenant_id="default"}"#), 0.0);
     let page = server.get("/metrics").text();
     assert!(page.contains("tensor_wasm_build_info{version="), "{page}");
+    let sha = page.split("git_sha=\"").nth(1).unwrap().split('"').next().unwrap().trim_end_matches("-dirty");
+    let known = std::process::Command::new("git").args(["cat-file", "-t", sha]).current_dir(root()).output();
+    if let Some(known) = known.ok().filter(|_| root().join(".git").exists()) {
+        assert_eq!(String::from_utf8_lossy(&known.stdout).trim(), "commit", "{sha}");
+    }
     assert!(page.ends_with("# EOF\n"));
+}
+
+#[test]
+fn calls_are_counted_by_tenant_and_function() {
+    let server = Server::with(Options::config("[server]\nmetrics_functions_max = 2\n"));
+    for name in ["a", "b", "c"] {
+        server.deploy(name, "hostile.wasm");
+    }
+    server.deploy("math", "math.wasm");
+    for _ in 0..3 {
+        server.invoke("math", r#"{"export":"nothing"}"#).ok();
+    }
+    server.invoke("a", r#"{"export":"trap"}"#).refused(422, "guest_trap");
+    server.invoke("math", r#"{"export":"nope"}"#).refused(400, "missing_export");
+    let of = |name: &str, labels: &str| server.metric(&format!("tensor_wasm_function_{name}{{{labels}}}"));
+    let math = r#"tenant="default",function="math""#;
+    let a = r#"tenant="default",function="a""#;
+    assert_eq!(of("invocations_total", &format!(r#"{math},outcome="ok""#)), 3.0);
+    assert_eq!(of("invocations_total", &format!(r#"{math},outcome="rejected""#)), 1.0);
+    assert_eq!(of("duration_seconds_count", math), 3.0);
+    assert!(of("cpu_seconds_total", math) > 0.0);
+    assert_eq!(of("invocations_total", &format!(r#"{a},outcome="fault""#)), 1.0);
+    assert_eq!(of("faults_total", &format!(r#"{a},kind="guest_trap""#)), 1.0);
+    // Two have series of their own; the rest are counted together.
+    for name in ["b", "c"] {
+        server.invoke(name, r#"{"export":"trap"}"#);
+    }
+    assert_eq!(of("invocations_total", r#"tenant="other",function="other",outcome="fault""#), 2.0);
+    server.request("DELETE", "/functions/math", &[], b"");
+    assert!(!server.get("/metrics").text().contains(r#"function="math""#), "they go with the function");
+    server.invoke("b", r#"{"export":"trap"}"#);
+    let b = r#"tenant="default",function="b",outcome="fault""#;
+    assert_eq!(of("invocations_total", b), 1.0, "and leave room");
+}
+
+#[test]
+fn logs_are_followed_until_the_function_or_the_server_goes() {
+    let server = Server::with(Options::config("[server]\nlog_followers_per_tenant_max = 2\n"));
+    server.deploy("lab", "http-lab.wasm");
+    server.deploy("gone", "http-lab.wasm");
+    server.get("/run/lab/print?before");
+    let follow = |name: &str| {
+        let mut stream = server.connect();
+        send(
+            &mut stream,
+            &format!("GET /functions/{name}/logs?follow=true&limit=1 HTTP/1.1\r\nhost: localhost\r\n\r\n"),
+        );
+        BufReader::new(stream)
+    };
+    // The next line with an entry; chunk sizes and keep-alives are between them.
+    let entry = |reader: &mut BufReader<TcpStream>| loop {
+        let mut line = String::new();
+        assert!(reader.read_line(&mut line).unwrap() > 0, "the stream ended");
+        if line.starts_with('{') {
+            return serde_json::from_str::<serde_json::Value>(&line).unwrap();
+        }
+    };
+    let mut lab = follow("lab");
+    assert_eq!(entry(&mut lab)["stdout"], "to stdout: before\n");
+    let printed = server.get("/run/lab/print?now");
+    let now = entry(&mut lab);
+    assert_eq!((&now["stdout"], now["trace_id"].as_str()), (&"to stdout: now\n".into(), printed.header("x-trace-id")));
+    let mut gone = follow("gone");
+    server.get("/run/gone/print?x");
+    entry(&mut gone);
+    // Each holds a connection, so a tenant has so many.
+    let refused = server.get("/functions/lab/logs?follow=true").refused(429, "tenant_capacity_exhausted");
+    assert!(refused.contains("log_followers_per_tenant_max"), "{refused}");
+    server.get("/functions/nobody/logs?follow=true").refused(404, "not_found");
+    server.get("/functions/lab/logs?follow=perhaps").refused(400, "invalid_args");
+    let ends = |reader: &mut BufReader<TcpStream>| {
+        let mut rest = String::new();
+        while reader.read_line(&mut rest).unwrap() > 0 && !rest.ends_with("0\r\n") {}
+        assert!(rest.ends_with("0\r\n"), "a clean end: {rest:?}");
+    };
+    server.request("DELETE", "/functions/gone", &[], b"");
+    ends(&mut gone);
+    drop(gone);
+    server.terminate();
+    ends(&mut lab);
 }
 
 #[test]
@@ -94,7 +179,12 @@ fn spans_are_exported_to_an_otlp_endpoint() {
     let bytes = |hex: &str| {
         (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[i * 2..i * 2 + 2], 16).unwrap()).collect::<Vec<u8>>()
     };
-    wait_until("the export", || has(b"/functions/{f}/invoke") && has(b"/healthz"));
+    wait_until("the export", || has(b"POST /functions/{f}/invoke") && has(b"GET /healthz"));
+    for name in
+        ["queue", "instance", "call", "http.request.method", "http.response.status_code", "url.path", "faas.name"]
+    {
+        assert!(has(name.as_bytes()), "{name}");
+    }
     assert!(has(b"POST /v1/traces"));
     assert!(has(&bytes("4bf92f3577b34da6a3ce929d0e0e4736")), "the caller's trace id");
     assert!(has(&bytes("00f067aa0ba902b7")), "the caller's span as parent");
@@ -104,7 +194,7 @@ fn spans_are_exported_to_an_otlp_endpoint() {
 
 #[test]
 fn the_audit_log_has_every_change_call_and_refusal() {
-    let server = Server::with(Options::default().env("TENSOR_WASM_API_TOKENS", "right-token"));
+    let server = Server::with(Options::default().env("TENSOR_WASM_API_TOKENS", "right-token:name=ci"));
     let ours = [("authorization", "Bearer right-token"), ("content-type", "application/wasm")];
     let call = |method: &str, path: &str, body: &[u8]| server.request(method, path, &ours, body);
     call("POST", "/functions?name=math", &crate::support::guest_bytes("math.wasm")).ok();
@@ -134,6 +224,10 @@ fn the_audit_log_has_every_change_call_and_refusal() {
         assert_eq!(line["error"].as_str(), error, "{line}");
         assert!(line["time_ms"].as_u64().unwrap() > 1_700_000_000_000, "{line}");
         assert_eq!(line["trace_id"].as_str().unwrap().len(), 32, "{line}");
+        assert_eq!(line["client"], "127.0.0.1", "{line}");
+        assert_eq!(line["token"].as_str(), (status != 401).then_some("ci"), "{line}");
+        let has_revision = event.starts_with("function.") && event != "function.delete" || event == "job.submit";
+        assert_eq!(line["revision"].as_str().map(str::len), has_revision.then_some(64), "{line}");
     }
 }
 
@@ -154,20 +248,24 @@ fn the_description_covers_every_route() {
     let server = Server::start();
     let document = server.get("/openapi.json").ok();
     let paths = document["paths"].as_object().unwrap();
-    let source =
-        std::fs::read_to_string(crate::support::root().join("crates/tensor-wasm-api/src/routes/mod.rs")).unwrap();
+    let source = std::fs::read_to_string(root().join("crates/tensor-wasm-api/src/routes/mod.rs")).unwrap();
     let routes: Vec<&str> = source.split(".route(\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
     assert!(routes.len() > 15);
     for route in routes {
         let described = match route {
             "/run/{name}" | "/run/{name}/" | "/run/{name}/{*path}" => "/run/{name}/{path}",
+            "/t/{tenant}/{name}" | "/t/{tenant}/{name}/" | "/t/{tenant}/{name}/{*path}" => "/t/{tenant}/{name}/{path}",
             other => other,
         };
         assert!(paths.contains_key(described), "{route} is served but not described");
     }
     for (path, methods) in paths {
         for (method, _) in methods.as_object().unwrap() {
-            let concrete = path.replace("{f}", "x").replace("{id}", "x").replace("{name}", "x").replace("{path}", "x");
+            let concrete =
+                ["{f}", "{id}", "{name}", "{tenant}", "{path}"].iter().fold(path.clone(), |p, x| p.replace(x, "x"));
+            if method == "trace" {
+                continue; // the client does not speak it
+            }
             let answer = server.request(&method.to_uppercase(), &concrete, &[], b"");
             assert_ne!(answer.status, 405, "{method} {path} is described but not served");
             if answer.status == 404 {

@@ -9,12 +9,14 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use tokio::runtime::Handle;
 use tokio::sync::SetOnce;
+use tracing::Span;
 
 use super::http::Outbound;
 use super::stdio::{Captured, Sink};
 use crate::admission::Account;
 use crate::catalog::Serving;
 use crate::engine::pinned::PinnedMemories;
+use crate::function_metrics::FunctionSeries;
 use crate::invoke::Usage;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
@@ -47,6 +49,10 @@ pub(crate) struct RunningCall {
     /// Whether an instance of an earlier call will do, and this one's for a later call.
     pub may_reuse: bool,
     pub used: Used,
+    /// Where it is counted by tenant and function.
+    pub series: Arc<FunctionSeries>,
+    /// The request's, where spans are exported.
+    pub span: Span,
 }
 
 /// What a call brings for its guest's WASI context. Held by the guest's store alone: a stream ends when its writer
@@ -95,9 +101,28 @@ impl RunningCall {
         Sink::Log { bytes_max: self.account.limits.log_bytes_max }
     }
 
+    /// While its instance is made.
+    pub(crate) fn instance_span(&self) -> Span {
+        tracing::debug_span!(parent: &self.span, "instance")
+    }
+
+    /// While its guest runs, by OpenTelemetry's semantic conventions for functions.
+    pub(crate) fn call_span(&self) -> Span {
+        let function = &self.serving.function;
+        tracing::debug_span!(
+            parent: &self.span,
+            "call",
+            faas.name = function.name,
+            faas.version = self.serving.revision().revision.as_str(),
+            faas.invocation_id = format!("{:032x}", self.id),
+            tensor_wasm.tenant = function.tenant,
+        )
+    }
+
     /// Counts what the guest computed until `now`, when it gave its thread back.
     pub(crate) fn add_cpu(&self, spent: Duration, now: Instant) {
         self.used.cpu_ns.fetch_add(nanos(spent), Ordering::Relaxed);
+        self.series.add_cpu(nanos(spent));
         self.used.seen_ns.store(nanos(now.saturating_duration_since(self.arrived)), Ordering::Relaxed);
     }
 

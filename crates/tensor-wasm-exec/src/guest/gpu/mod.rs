@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use tensor_wasm_gpu::{Buffer, TenantLimits};
 use tensor_wasm_jit::{MODULE_BYTES_MAX, Refusal};
+use tracing::Instrument;
 
 use super::running::RunningCall;
 use super::state::State;
@@ -185,7 +186,9 @@ impl State {
         let call = self.call();
         let left = call.deadline().saturating_duration_since(Instant::now());
         let budget = left.min(Duration::from_millis(call.account.limits.gpu_kernel_ms_max));
-        let launch = stream.launch(&module.module, kernel, groups, items, arguments, budget).await?;
+        let span = tracing::debug_span!("launch", kernel, ?groups, ?items);
+        let launching = stream.launch(&module.module, kernel, groups, items, arguments, budget);
+        let launch = launching.instrument(span).await?;
         self.session().under_way.push(launch.canceller());
         Ok(launch)
     }
