@@ -11,6 +11,7 @@ pub(crate) mod core;
 pub(crate) mod gpu;
 pub mod http;
 pub(crate) mod running;
+pub mod signature;
 pub(crate) mod state;
 pub(crate) mod stdio;
 pub(crate) mod supervise;
