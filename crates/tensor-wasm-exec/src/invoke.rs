@@ -102,7 +102,7 @@ impl Runtime {
         let Admitted { permit, account, waited } = admitted;
 
         let mut begun = waited.is_zero().then_some(arrived);
-        let loaded = match self.pool.loaded(&revision.revision, revision.settings.memory) {
+        let loaded = match self.pool.loaded(&revision.source, revision.settings.memory) {
             Some(loaded) => loaded,
             None => {
                 begun = None;

@@ -13,8 +13,8 @@ use tokio::sync::SetOnce;
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
 use crate::catalog::{
-    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SourceError, StoreError,
-    check_name, now_ms,
+    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SettingsPatch, SourceError,
+    SourceHash, StoreError, check_name, now_ms,
 };
 use crate::config::Config;
 use crate::engine::Engines;
@@ -23,6 +23,7 @@ use crate::engine::pool::{Loaded, Pool};
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
+use crate::guest::signature::{self, ExportSignature};
 use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
@@ -73,7 +74,6 @@ pub enum OpenError {
 /// A function as it stands after a deploy.
 pub struct Deployed {
     pub function: Arc<FunctionRecord>,
-    pub revision: Revision,
     /// Whether this deploy made the function.
     pub created: bool,
 }
@@ -188,54 +188,62 @@ impl Runtime {
         &self.background
     }
 
-    /// Compiles a module or component, keeps it and gives it the function's traffic. Nothing is changed unless all of it
-    /// succeeds. Call it on the background runtime: it syncs files.
-    pub async fn deploy(&self, tenant: &str, name: &str, wasm: Bytes, settings: Settings) -> Result<Deployed, Failure> {
+    /// Compiles a module or component, keeps it and gives it the function's traffic. Settings that the patch does not
+    /// mention are the serving revision's. Nothing is changed unless all of it succeeds. Call it on the background runtime:
+    /// it syncs files.
+    pub async fn deploy(
+        &self,
+        tenant: &str,
+        name: &str,
+        wasm: Bytes,
+        patch: SettingsPatch,
+    ) -> Result<Deployed, Failure> {
         check_name(name)?;
-        check_settings(&settings)?;
         let account = self.admission.account(tenant);
         let limits = &account.limits;
         if wasm.len() > limits.module_bytes_max {
             return Err(Rejection::ModuleTooLarge { bytes: wasm.len(), bytes_max: limits.module_bytes_max }.into());
         }
-        let known = self.catalog.resolve(tenant, name).is_ok_and(|f| f.name == name);
-        if !known && self.catalog.count(tenant) >= limits.functions_max {
+        let known = self.catalog.resolve(tenant, name).ok().filter(|f| f.name == name);
+        if known.is_none() && self.catalog.count(tenant) >= limits.functions_max {
             let why = format!(
                 "tenant {tenant:?} has {} functions, which is its limit ([limits] functions_max)",
                 limits.functions_max
             );
             return Err(Rejection::Conflict { why }.into());
         }
-        let revision = Revision::of(&wasm);
-        let _pinned = self.catalog.pin_source(&revision, &wasm)?;
-        let shape = match self.catalog.shape(&revision) {
+        let settings = patch.over(&known.as_ref().map(|f| f.serving_settings()).unwrap_or_default());
+        settings.check()?;
+        let source = SourceHash::of(&wasm);
+        let _pinned = self.catalog.pin_source(&source, &wasm)?;
+        let (kind, flavor) = match self.catalog.shape(&source) {
             Some(shape) => shape,
             None => {
-                let compiled = self.compile(&revision, &account, settings.memory).await?;
+                let compiled = self.compile(&source, &account, settings.memory).await?;
                 (compiled.kind, compiled.flavor)
             }
         };
-        let is_core = matches!(shape.0, Kind::CoreExports | Kind::CoreCommand);
-        if settings.memory == MemoryKind::Pinned && !(is_core && settings.gpu) {
-            let why = match is_core {
-                false => "settings: memory = pinned is for core modules, and this is a component",
-                true => "settings: memory = pinned is of use with gpu = true only (--gpu)",
-            };
-            return Err(Rejection::InvalidArgs { why: why.to_owned() }.into());
-        }
-        let record = RevisionRecord {
-            revision: revision.clone(),
-            kind: shape.0,
-            flavor: shape.1,
-            bytes: wasm.len() as u64,
-            created_ms: now_ms(),
-            settings,
-            quarantined: None,
+        let revise = |settings: Settings| {
+            settings.check()?;
+            check_memory(&settings, kind)?;
+            let revision = Revision::of(&source, &settings);
+            let (bytes, created_ms) = (wasm.len() as u64, now_ms());
+            let source = source.clone();
+            Ok(RevisionRecord { revision, source, kind, flavor, bytes, created_ms, settings, quarantined: None })
         };
+        let (memory, record) = (settings.memory, revise(settings)?);
         self.load(name, &record, &account).await?;
-        let function = self.catalog.deploy(tenant, name, record, limits.revisions_max).await?;
+        let revise_again = |old: Option<&FunctionRecord>| {
+            let settings = patch.over(&old.map(FunctionRecord::serving_settings).unwrap_or_default());
+            if settings.memory != memory {
+                let why = "another deploy changed where the function's memory comes from meanwhile; deploy it again";
+                return Err(Rejection::Conflict { why: why.to_owned() });
+            }
+            revise(settings)
+        };
+        let function = self.catalog.deploy(tenant, name, limits.revisions_max, revise_again).await?;
         self.pool.forget(&function.id);
-        Ok(Deployed { function, revision, created: !known })
+        Ok(Deployed { function, created: known.is_none() })
     }
 
     pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
@@ -246,6 +254,18 @@ impl Runtime {
         Ok(())
     }
 
+    /// What the revision with (most of) a function's traffic exports. Loads it, so call it on the background runtime.
+    pub async fn exports(&self, function: &FunctionRecord) -> Result<Vec<ExportSignature>, Failure> {
+        let Some(revision) = function.current() else { return Ok(Vec::new()) };
+        if let Some(why) = &revision.quarantined {
+            let (name, revision) = (function.name.clone(), revision.revision.short().to_owned());
+            return Err(Rejection::Quarantined { name, revision, why: why.clone() }.into());
+        }
+        let account = self.admission.account(&function.tenant);
+        let loaded = self.load(&function.name, revision, &account).await?;
+        Ok(signature::exports(&loaded.entry))
+    }
+
     /// The revision ready to be instantiated; compiled again from its source where its artifact is missing, damaged or of
     /// another engine.
     pub(crate) async fn load(
@@ -254,33 +274,33 @@ impl Runtime {
         revision: &RevisionRecord,
         account: &Account,
     ) -> Result<Arc<Loaded>, Failure> {
-        let id = &revision.revision;
+        let source = &revision.source;
         let recompile = async || {
-            let (catalog, source) = (self.catalog.clone(), id.clone());
-            let checked = self.background.spawn_blocking(move || catalog.read_source(&source).map(drop));
+            let (catalog, wanted) = (self.catalog.clone(), source.clone());
+            let checked = self.background.spawn_blocking(move || catalog.check_source(&wanted));
             match checked.await.map_err(|e| Bug(e.to_string()))? {
                 Ok(()) => {}
                 Err(SourceError::Unreadable(why)) => return Err(Rejection::Storage { why }.into()),
                 Err(SourceError::Damaged(why)) => {
                     self.metrics.quarantined.inc();
-                    self.catalog.quarantine(id, &why).await;
-                    let (name, revision) = (name.to_owned(), id.short().to_owned());
+                    self.catalog.quarantine(source, &why).await;
+                    let (name, revision) = (name.to_owned(), revision.revision.short().to_owned());
                     return Err(Rejection::Quarantined { name, revision, why }.into());
                 }
             }
-            self.compile(id, account, revision.settings.memory).await.map(drop)
+            self.compile(source, account, revision.settings.memory).await.map(drop)
         };
-        self.pool.load(&self.catalog, id, revision.kind, revision.flavor, revision.settings.memory, recompile).await
+        self.pool.load(&self.catalog, source, revision.kind, revision.flavor, revision.settings.memory, recompile).await
     }
 
     async fn compile(
         &self,
-        revision: &Revision,
+        source: &SourceHash,
         account: &Account,
         memory: MemoryKind,
     ) -> Result<crate::engine::compile::Compiled, Failure> {
         let compiled =
-            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, account, memory).await;
+            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, source, account, memory).await;
         match &compiled {
             Ok(_) => self.metrics.compiles.inc(),
             Err(_) => self.metrics.compile_failures.inc(),
@@ -305,23 +325,23 @@ impl Runtime {
                 if self.admission.is_closed() {
                     return;
                 }
-                let (catalog, id) = (self.catalog.clone(), revision.revision.clone());
-                let source = self.background.spawn_blocking(move || catalog.read_source(&id).map(drop)).await;
-                if let Ok(Err(SourceError::Damaged(why))) = source
+                let (catalog, wanted) = (self.catalog.clone(), revision.source.clone());
+                let checked = self.background.spawn_blocking(move || catalog.check_source(&wanted)).await;
+                if let Ok(Err(SourceError::Damaged(why))) = checked
                     && self
                         .catalog
                         .resolve(&function.tenant, &function.name)
                         .is_ok_and(|f| f.revision(&revision.revision).is_some())
                 {
                     self.metrics.quarantined.inc();
-                    self.catalog.quarantine(&revision.revision, &why).await;
+                    self.catalog.quarantine(&revision.source, &why).await;
                     continue;
                 }
                 let memory = revision.settings.memory;
                 let engine = self.engines.id(revision.flavor, memory);
-                if self.catalog.artifact_digest(&revision.revision, engine).is_none() {
+                if self.catalog.artifact_digest(&revision.source, engine).is_none() {
                     let account = self.admission.account(&function.tenant);
-                    if let Err(error) = self.compile(&revision.revision, &account, memory).await {
+                    if let Err(error) = self.compile(&revision.source, &account, memory).await {
                         tracing::error!(function = function.name, %error, "could not compile it for this engine");
                     }
                 }
@@ -362,20 +382,13 @@ impl Drop for Runtime {
     }
 }
 
-fn check_settings(settings: &Settings) -> Result<(), Rejection> {
-    const ENV_BYTES_MAX: usize = 32 << 10;
-    let invalid = |why: &str| Err(Rejection::InvalidArgs { why: format!("settings: {why}") });
-    if settings.deadline_ms == Some(0) {
-        return invalid("deadline_ms must be at least 1");
-    }
-    if settings.memory_bytes == Some(0) {
-        return invalid("memory_bytes must be at least 1");
-    }
-    if settings.env.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>() > ENV_BYTES_MAX {
-        return invalid("env has more than 32 KiB");
-    }
-    if settings.env.iter().any(|(k, v)| k.is_empty() || k.contains(['=', '\0']) || v.contains('\0')) {
-        return invalid("env names are not empty and hold no '=' or NUL; values hold no NUL");
-    }
-    Ok(())
+/// Pinned memory is for core modules that may use the device.
+fn check_memory(settings: &Settings, kind: Kind) -> Result<(), Rejection> {
+    let is_core = matches!(kind, Kind::CoreExports | Kind::CoreCommand);
+    let why = match settings.memory {
+        MemoryKind::Pinned if !is_core => "settings: memory = pinned is for core modules, and this is a component",
+        MemoryKind::Pinned if !settings.gpu => "settings: memory = pinned is of use with gpu = true only (--gpu)",
+        MemoryKind::Pinned | MemoryKind::Pooled => return Ok(()),
+    };
+    Err(Rejection::InvalidArgs { why: why.to_owned() })
 }

@@ -11,7 +11,8 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings};
+use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings, SettingsPatch};
+use tensor_wasm_exec::guest::signature::ExportSignature;
 use utoipa::ToSchema;
 
 use crate::body;
@@ -29,17 +30,60 @@ pub(crate) struct DeployRequest {
     /// The module or component, base64.
     wasm_b64: String,
     #[serde(default)]
-    settings: SettingsView,
+    settings: SettingsRequest,
 }
 
-/// What a function's author chooses; all optional.
-#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
+/// What changes in the function's settings, as a JSON merge patch (RFC 7396): what is absent stays as in the serving
+/// revision, what is null goes back to its default, and so does each variable in `env`.
+#[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
+pub(crate) struct SettingsRequest {
+    /// Keep instances and call them again: the author promises that calls leave nothing behind.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<bool>)]
+    reuse: Option<Option<bool>>,
+    /// Answer callers without a token.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<bool>)]
+    public: Option<Option<bool>>,
+    /// A tighter deadline than the tenant's, which is the default.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<u64>)]
+    deadline_ms: Option<Option<u64>>,
+    /// A tighter memory limit than the tenant's, which is the default.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<u64>)]
+    memory_bytes: Option<Option<u64>>,
+    /// Environment variables to set, or with null to unset. Null instead of an object: all of them.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<BTreeMap<String, Option<String>>>)]
+    env: Option<Option<BTreeMap<String, Option<String>>>>,
+    /// Let it use the GPU.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<bool>)]
+    gpu: Option<Option<bool>>,
+    /// `pinned`: the device sees the linear memory of a core module in place.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<MemoryView>)]
+    memory: Option<Option<MemoryView>>,
+}
+
+/// Called only for a field that is there: null is `Some(None)`, absence stays `None`.
+fn mentioned<'de, D, T>(field: D) -> Result<Option<Option<T>>, D::Error>
+where
+    D: serde::Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    Option::deserialize(field).map(Some)
+}
+
+/// A revision's settings; what is not there has its default.
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct SettingsView {
     /// Keep instances and call them again: the author promises that calls leave nothing behind.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     reuse: bool,
-    /// Answer `/run/NAME` without a token.
+    /// Answer callers without a token.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     public: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -63,14 +107,23 @@ enum MemoryView {
     Pinned,
 }
 
-impl From<SettingsView> for Settings {
-    fn from(view: SettingsView) -> Settings {
-        let SettingsView { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = view;
-        let memory = match memory {
+impl From<SettingsRequest> for SettingsPatch {
+    fn from(request: SettingsRequest) -> SettingsPatch {
+        let SettingsRequest { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = request;
+        let kind = |memory: Option<MemoryView>| match memory {
             Some(MemoryView::Pinned) => MemoryKind::Pinned,
             Some(MemoryView::Pooled) | None => MemoryKind::Pooled,
         };
-        Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory }
+        SettingsPatch {
+            reuse: reuse.map(Option::unwrap_or_default),
+            public: public.map(Option::unwrap_or_default),
+            gpu: gpu.map(Option::unwrap_or_default),
+            memory: memory.map(kind),
+            deadline_ms,
+            memory_bytes,
+            clears_env: matches!(env, Some(None)),
+            env: env.flatten().unwrap_or_default(),
+        }
     }
 }
 
@@ -87,7 +140,7 @@ pub(crate) struct FunctionView {
     id: String,
     name: String,
     tenant: String,
-    /// The revision that gets (most of) the traffic: the BLAKE3 hash of its bytes.
+    /// The revision that gets (most of) the traffic: a hash over its bytes and its settings.
     revision: Option<String>,
     kind: Option<&'static str>,
     created_ms: u64,
@@ -95,6 +148,43 @@ pub(crate) struct FunctionView {
     /// The path of its HTTP endpoint, for `wasi:http` handlers.
     #[serde(skip_serializing_if = "Option::is_none")]
     url: Option<String>,
+}
+
+/// Everything there is to know about one function.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct FunctionDetail {
+    #[serde(flatten)]
+    function: FunctionView,
+    /// How many revisions are kept.
+    revisions: usize,
+    /// Those of the serving revision.
+    settings: SettingsView,
+    /// What the serving revision exports, at most a thousand of them.
+    exports: Vec<ExportView>,
+    /// Why its exports could not be listed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unavailable: Option<String>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct ExportView {
+    name: String,
+    params: Vec<ParamView>,
+    /// Types, as in WIT or core Wasm.
+    results: Vec<String>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct ParamView {
+    name: String,
+    #[serde(rename = "type")]
+    ty: String,
+}
+
+impl From<ExportSignature> for ExportView {
+    fn from(ExportSignature { name, params, results }: ExportSignature) -> ExportView {
+        ExportView { name, params: params.into_iter().map(|(name, ty)| ParamView { name, ty }).collect(), results }
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
@@ -107,6 +197,8 @@ pub(crate) struct ShareView {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct RevisionView {
     revision: String,
+    /// The BLAKE3 hash of its bytes.
+    source: String,
     kind: &'static str,
     bytes: u64,
     created_ms: u64,
@@ -146,6 +238,7 @@ fn revision_view(function: &FunctionRecord, revision: &RevisionRecord) -> Revisi
     let own: u32 = function.traffic.iter().filter(|s| s.revision == revision.revision).map(|s| s.weight).sum();
     RevisionView {
         revision: revision.revision.as_str().to_owned(),
+        source: revision.source.as_str().to_owned(),
         kind: revision.kind.as_str(),
         bytes: revision.bytes,
         created_ms: revision.created_ms,
@@ -159,7 +252,7 @@ fn revision_view(function: &FunctionRecord, revision: &RevisionRecord) -> Revisi
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeployQuery {
     name: Option<String>,
-    /// JSON of [`SettingsView`].
+    /// JSON of [`SettingsRequest`].
     settings: Option<String>,
 }
 
@@ -200,10 +293,10 @@ async fn deploy_for(
         *name = query
             .name
             .ok_or_else(|| ApiError::bad_request("invalid_name", "an application/wasm body needs ?name=NAME"))?;
-        let settings: SettingsView = match query.settings {
+        let settings: SettingsRequest = match query.settings {
             Some(json) => serde_json::from_str(&json)
                 .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
-            None => SettingsView::default(),
+            None => SettingsRequest::default(),
         };
         (wasm.bytes.clone(), settings, wasm)
     } else {
@@ -254,14 +347,29 @@ pub(crate) async fn list(State(gateway): State<Shared>, headers: HeaderMap) -> R
 }
 
 #[utoipa::path(get, path = "/functions/{f}", params(("f" = String, Path, description = "name or id")),
-    responses((status = 200, body = FunctionView), (status = 404)))]
+    responses((status = 200, body = FunctionDetail), (status = 404)))]
 pub(crate) async fn show(
     State(gateway): State<Shared>,
     Path(f): Path<String>,
     headers: HeaderMap,
-) -> Result<Json<FunctionView>, ApiError> {
+) -> Result<Json<FunctionDetail>, ApiError> {
     let tenant = gateway.tokens.tenant(&headers)?;
-    Ok(Json(FunctionView::of(&*gateway.runtime.catalog.resolve(&tenant, &f)?)))
+    let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
+    // Its exports are in its compiled code, which may have to be loaded first: not on this thread.
+    let (runtime, wanted) = (gateway.runtime.clone(), function.clone());
+    let exports = gateway.runtime.background().spawn(async move { runtime.exports(&wanted).await });
+    let (exports, unavailable) = match exports.await.map_err(internal)? {
+        Ok(exports) => (exports.into_iter().map(ExportView::from).collect(), None),
+        Err(failure) => (Vec::new(), Some(ApiError::from(failure).message)),
+    };
+    let settings = function.current().map(|r| (&r.settings).into()).unwrap_or_default();
+    Ok(Json(FunctionDetail {
+        function: FunctionView::of(&function),
+        revisions: function.revisions.len(),
+        settings,
+        exports,
+        unavailable,
+    }))
 }
 
 #[utoipa::path(get, path = "/functions/{f}/revisions", params(("f" = String, Path, description = "name or id")),
@@ -279,7 +387,7 @@ pub(crate) async fn revisions(
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RollbackRequest {
-    /// A revision or the beginning of one; absent, the one deployed before the current.
+    /// A revision or the beginning of one; absent, the one deployed before the current. Its settings come back with it.
     revision: Option<String>,
 }
 
@@ -306,7 +414,10 @@ fn previous(function: &FunctionRecord) -> Result<String, ApiError> {
     let at = function.revisions.iter().position(|r| Some(&r.revision) == current).unwrap_or(0);
     match at.checked_sub(1) {
         Some(before) => Ok(function.revisions[before].revision.as_str().to_owned()),
-        None => Err(ApiError::new(StatusCode::CONFLICT, "conflict", "there is no earlier revision to go back to")),
+        None => {
+            let message = format!("function {:?} has no revision deployed before the current one", function.name);
+            Err(ApiError::new(StatusCode::CONFLICT, "conflict", message))
+        }
     }
 }
 

@@ -15,7 +15,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::record::Revision;
+use super::record::SourceHash;
 
 pub(crate) struct Files {
     root: PathBuf,
@@ -40,20 +40,20 @@ impl Files {
         self.root.join("catalog.redb")
     }
 
-    pub(crate) fn source(&self, revision: &Revision) -> PathBuf {
-        let name = revision.as_str();
+    pub(crate) fn source(&self, source: &SourceHash) -> PathBuf {
+        let name = source.as_str();
         self.root.join("sources").join(&name[..2]).join(format!("{name}.wasm"))
     }
 
-    pub(crate) fn artifact(&self, revision: &Revision, engine: &str) -> PathBuf {
-        self.root.join("artifacts").join(engine).join(format!("{}.cwasm", revision.as_str()))
+    pub(crate) fn artifact(&self, source: &SourceHash, engine: &str) -> PathBuf {
+        self.root.join("artifacts").join(engine).join(format!("{}.cwasm", source.as_str()))
     }
 
     /// Removes what was compiled from a source; returns the engines it was compiled for.
-    pub(crate) fn remove_artifacts(&self, revision: &Revision) -> Vec<String> {
+    pub(crate) fn remove_artifacts(&self, source: &SourceHash) -> Vec<String> {
         let engines = fs::read_dir(self.root.join("artifacts")).into_iter().flatten().flatten();
         let engines = engines.map(|engine| engine.file_name().to_string_lossy().into_owned());
-        engines.filter(|engine| fs::remove_file(self.artifact(revision, engine)).is_ok()).collect()
+        engines.filter(|engine| fs::remove_file(self.artifact(source, engine)).is_ok()).collect()
     }
 
     pub(crate) fn manifest(&self, id: &str) -> PathBuf {
@@ -124,6 +124,13 @@ impl Files {
         let stamp = super::now_ms();
         self.root.join("quarantine").join(format!("{name}.{stamp}-{serial}"))
     }
+}
+
+/// The hash of a file's content, read piece by piece: it may be larger than the memory there is.
+pub(crate) fn hash(path: &Path) -> io::Result<blake3::Hash> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_reader(fs::File::open(path)?)?;
+    Ok(hasher.finalize())
 }
 
 fn sync_dir(dir: &Path) -> io::Result<()> {

@@ -6,6 +6,7 @@
 
 mod files;
 pub mod record;
+pub mod settings;
 pub(crate) mod store;
 
 use std::path::{Path, PathBuf};
@@ -15,10 +16,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use parking_lot::{Mutex, RwLock};
 use rand::Rng;
 
-pub(crate) use self::files::Files;
+pub(crate) use self::files::{Files, hash as hash_of_file};
 pub use self::record::{
-    Flavor, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, Share, check_name,
+    Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Share, SourceHash, check_name,
 };
+pub use self::settings::{MemoryKind, Settings, SettingsPatch};
 pub use self::store::StoreError;
 use self::store::{Change, Read, Store, Table};
 use crate::HashMap;
@@ -35,7 +37,7 @@ pub struct Catalog {
     pub(crate) store: Store,
     index: RwLock<Index>,
     /// Who refers to a source; without anyone its file goes.
-    references: Mutex<HashMap<Revision, Reference>>,
+    references: Mutex<HashMap<SourceHash, Reference>>,
     locks: Vec<tokio::sync::Mutex<()>>,
     /// Something was lost at start: sources without a function may belong to it and stay.
     is_incomplete: bool,
@@ -79,7 +81,7 @@ pub(crate) enum SourceError {
 /// A source kept alive while something works on it, whether or not a function refers to it already.
 pub(crate) struct Pinned<'a> {
     catalog: &'a Catalog,
-    revision: Revision,
+    source: SourceHash,
 }
 
 impl Catalog {
@@ -157,15 +159,18 @@ impl Catalog {
         self.index.read().tenants.values().flat_map(|t| t.by_name.values().cloned()).collect()
     }
 
-    /// Gives a function a new revision and all the traffic. Deploying what is already current changes only its settings.
+    /// Gives a function a new revision and all the traffic. `revise` makes it from what the function is by then, under
+    /// the function's lock, so that of two deploys that race the second one builds on the first. A revision that is there
+    /// already becomes the newest again.
     pub(crate) async fn deploy(
         &self,
         tenant: &str,
         name: &str,
-        revision: RevisionRecord,
         revisions_max: usize,
+        revise: impl FnOnce(Option<&FunctionRecord>) -> Result<RevisionRecord, Rejection>,
     ) -> Result<Arc<FunctionRecord>, Rejection> {
         self.change(tenant, name, |old| {
+            let mut revision = revise(old)?;
             let mut record = old.cloned().unwrap_or_else(|| FunctionRecord {
                 id: uuid::Uuid::now_v7().to_string(),
                 tenant: tenant.to_owned(),
@@ -175,12 +180,16 @@ impl Catalog {
                 traffic: Vec::new(),
             });
             record.traffic = vec![Share { revision: revision.revision.clone(), weight: 1 }];
-            match record.revisions.iter_mut().find(|r| r.revision == revision.revision) {
-                Some(known) => {
-                    known.settings = revision.settings;
-                    known.quarantined = None;
+            // Deploying the newest once more changes nothing, its time included.
+            match record.revisions.iter().position(|r| r.revision == revision.revision) {
+                Some(at) if at + 1 == record.revisions.len() => {
+                    revision.created_ms = record.revisions[at].created_ms;
+                    record.revisions[at] = revision;
                 }
-                None => record.revisions.push(revision),
+                known => {
+                    known.map(|at| record.revisions.remove(at));
+                    record.revisions.push(revision);
+                }
             }
             while record.revisions.len() > revisions_max {
                 let has_traffic = |r: &RevisionRecord| record.traffic.iter().any(|s| s.revision == r.revision);
@@ -238,31 +247,32 @@ impl Catalog {
         Ok(())
     }
 
-    /// Marks a revision as unusable wherever it is used; it is still listed, with the reason.
-    pub(crate) async fn quarantine(&self, revision: &Revision, why: &str) {
+    /// Marks every revision of a source as unusable; they are still listed, with the reason.
+    pub(crate) async fn quarantine(&self, source: &SourceHash, why: &str) {
         {
             // A deploy of the same bytes may have written them anew since they were found damaged.
             let _no_deploy = self.references.lock();
-            match self.read_source(revision) {
-                Err(SourceError::Damaged(_)) => self.files.quarantine(&self.files.source(revision), why),
+            match self.check_source(source) {
+                Err(SourceError::Damaged(_)) => self.files.quarantine(&self.files.source(source), why),
                 _ => return,
             }
         }
         for function in self.everything() {
-            if function.revision(revision).is_none_or(|r| r.quarantined.is_some()) {
+            let is_good = |r: &RevisionRecord| r.source == *source && r.quarantined.is_none();
+            if !function.revisions.iter().any(is_good) {
                 continue;
             }
             tracing::error!(
                 tenant = function.tenant,
                 function = function.name,
-                revision = revision.as_str(),
+                source = source.as_str(),
                 why,
                 "quarantined"
             );
             let marked = self
                 .change(&function.tenant, &function.name, |old| {
                     let mut record = old.cloned().ok_or_else(|| not_found(&function.tenant, &function.name))?;
-                    for r in record.revisions.iter_mut().filter(|r| r.revision == *revision) {
+                    for r in record.revisions.iter_mut().filter(|r| r.source == *source) {
                         r.quarantined = Some(why.to_owned());
                     }
                     Ok(Some(record))
@@ -274,11 +284,11 @@ impl Catalog {
         }
     }
 
-    /// The deployed bytes, checked against their hash.
-    pub(crate) fn read_source(&self, revision: &Revision) -> Result<Vec<u8>, SourceError> {
-        let path = self.files.source(revision);
-        match std::fs::read(&path) {
-            Ok(bytes) if Revision::of(&bytes) == *revision => Ok(bytes),
+    /// Checks the deployed bytes against their hash, reading them piece by piece.
+    pub(crate) fn check_source(&self, source: &SourceHash) -> Result<(), SourceError> {
+        let path = self.files.source(source);
+        match files::hash(&path) {
+            Ok(found) if SourceHash::from(found) == *source => Ok(()),
             Ok(_) => Err(SourceError::Damaged(format!("{}: the content does not match its hash", path.display()))),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 Err(SourceError::Damaged(format!("{}: missing", path.display())))
@@ -288,27 +298,27 @@ impl Catalog {
     }
 
     /// Writes a source (if it is not there, whole) and keeps it until the guard drops.
-    pub(crate) fn pin_source(&self, revision: &Revision, wasm: &[u8]) -> Result<Pinned<'_>, Rejection> {
+    pub(crate) fn pin_source(&self, source: &SourceHash, wasm: &[u8]) -> Result<Pinned<'_>, Rejection> {
         let mut references = self.references.lock();
-        references.entry(revision.clone()).or_default().count += 1;
-        let pinned = Pinned { catalog: self, revision: revision.clone() };
-        let there = self.read_source(revision).is_ok();
+        references.entry(source.clone()).or_default().count += 1;
+        let pinned = Pinned { catalog: self, source: source.clone() };
+        let there = self.check_source(source).is_ok();
         drop(references);
         if !there {
             self.files
-                .write(&self.files.source(revision), wasm)
+                .write(&self.files.source(source), wasm)
                 .map_err(|e| Rejection::Storage { why: e.to_string() })?;
         }
         Ok(pinned)
     }
 
     /// What a source is, where some function has it already.
-    pub(crate) fn shape(&self, revision: &Revision) -> Option<(Kind, Flavor)> {
-        self.references.lock().get(revision)?.shape
+    pub(crate) fn shape(&self, source: &SourceHash) -> Option<(Kind, Flavor)> {
+        self.references.lock().get(source)?.shape
     }
 
-    pub(crate) fn artifact_digest(&self, revision: &Revision, engine: &str) -> Option<String> {
-        match self.store.get(Table::Artifacts, &artifact_key(revision, engine)) {
+    pub(crate) fn artifact_digest(&self, source: &SourceHash, engine: &str) -> Option<String> {
+        match self.store.get(Table::Artifacts, &artifact_key(source, engine)) {
             Ok(Some(Read::Good(digest))) => Some(digest),
             _ => None,
         }
@@ -316,11 +326,11 @@ impl Catalog {
 
     pub(crate) async fn set_artifact_digest(
         &self,
-        revision: &Revision,
+        source: &SourceHash,
         engine: &str,
         digest: &str,
     ) -> Result<(), Rejection> {
-        let change = Change::put(Table::Artifacts, artifact_key(revision, engine), &digest);
+        let change = Change::put(Table::Artifacts, artifact_key(source, engine), &digest);
         self.store.write(vec![change]).await.map_err(storage)
     }
 
@@ -329,19 +339,19 @@ impl Catalog {
         if self.is_incomplete {
             return;
         }
-        let root = self.files.source(&Revision::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
+        let root = self.files.source(&SourceHash::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
         let Some(Ok(dirs)) = root.map(std::fs::read_dir) else { return };
         for file in dirs.flatten().filter_map(|dir| std::fs::read_dir(dir.path()).ok()).flatten().flatten() {
-            let Some(Ok(revision)) =
-                file.path().file_stem().map(|s| Revision::try_from(s.to_string_lossy().into_owned()))
+            let Some(Ok(source)) =
+                file.path().file_stem().map(|s| SourceHash::try_from(s.to_string_lossy().into_owned()))
             else {
                 continue;
             };
             let references = self.references.lock();
-            if !references.contains_key(&revision) {
+            if !references.contains_key(&source) {
                 tracing::info!(file = %file.path().display(), "removing a source no function refers to");
                 let _ = std::fs::remove_file(file.path());
-                self.files.remove_artifacts(&revision);
+                self.files.remove_artifacts(&source);
             }
         }
     }
@@ -397,25 +407,25 @@ impl Catalog {
     fn refer(&self, old: Option<&FunctionRecord>, new: Option<&FunctionRecord>) {
         for revision in new.into_iter().flat_map(|r| &r.revisions) {
             let mut references = self.references.lock();
-            let reference = references.entry(revision.revision.clone()).or_default();
+            let reference = references.entry(revision.source.clone()).or_default();
             reference.count += 1;
             reference.shape = Some((revision.kind, revision.flavor));
         }
         for revision in old.into_iter().flat_map(|r| &r.revisions) {
-            self.unrefer(&revision.revision);
+            self.unrefer(&revision.source);
         }
     }
 
-    fn unrefer(&self, revision: &Revision) {
+    fn unrefer(&self, source: &SourceHash) {
         let mut references = self.references.lock();
-        let Some(reference) = references.get_mut(revision) else { return };
+        let Some(reference) = references.get_mut(source) else { return };
         reference.count -= 1;
         if reference.count == 0 {
-            references.remove(revision);
+            references.remove(source);
             // Under the lock, so that a deploy of the same bytes cannot find the files and then lose them.
-            let _ = std::fs::remove_file(self.files.source(revision));
-            let engines = self.files.remove_artifacts(revision);
-            let digests = engines.iter().map(|engine| Change::Delete(Table::Artifacts, artifact_key(revision, engine)));
+            let _ = std::fs::remove_file(self.files.source(source));
+            let engines = self.files.remove_artifacts(source);
+            let digests = engines.iter().map(|engine| Change::Delete(Table::Artifacts, artifact_key(source, engine)));
             self.store.write_later(digests.collect());
         }
     }
@@ -462,7 +472,7 @@ impl Catalog {
 
     fn take_in(&self, mut function: FunctionRecord, damages: &mut Vec<Damage>) {
         for revision in &mut function.revisions {
-            let path = self.files.source(&revision.revision);
+            let path = self.files.source(&revision.source);
             if revision.quarantined.is_none() && !path.is_file() {
                 let why = format!("{}: missing", path.display());
                 let what = format!("function {} revision {}", function.name, revision.revision.short());
@@ -517,7 +527,7 @@ fn chosen(function: &FunctionRecord) -> Option<usize> {
 
 impl Drop for Pinned<'_> {
     fn drop(&mut self) {
-        self.catalog.unrefer(&self.revision);
+        self.catalog.unrefer(&self.source);
     }
 }
 
@@ -553,8 +563,8 @@ fn not_found(tenant: &str, name: &str) -> Rejection {
     Rejection::NotFound { what: "function", name: name.to_owned(), tenant: tenant.to_owned() }
 }
 
-fn artifact_key(revision: &Revision, engine: &str) -> String {
-    format!("{}/{engine}", revision.as_str())
+fn artifact_key(source: &SourceHash, engine: &str) -> String {
+    format!("{}/{engine}", source.as_str())
 }
 
 pub(crate) fn storage(error: StoreError) -> Rejection {
@@ -564,4 +574,55 @@ pub(crate) fn storage(error: StoreError) -> Rejection {
 pub(crate) fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A data directory as the version before wrote it, when a revision was the hash of its bytes.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_data_directory_of_the_version_before_opens() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = SourceHash::of(b"bytes");
+        let old = serde_json::json!({
+            "id": "0190", "tenant": "default", "name": "f", "created_ms": 1,
+            "revisions": [{"revision": source, "kind": "core_exports", "flavor": "plain", "bytes": 5, "created_ms": 2,
+                           "settings": {"public": true}}],
+            "traffic": [{"revision": source, "weight": 1}],
+        });
+        {
+            let files = Files::open(dir.path()).unwrap();
+            files.write(&files.source(&source), b"bytes").unwrap();
+            files.write(&files.manifest("0190"), &store::encode(&old)).unwrap();
+            let store = Store::open(&files.store()).unwrap();
+            store.write_blocking(vec![Change::put(Table::Functions, "default\0f", &old)]).unwrap();
+        }
+        let reopened = || loop {
+            // The writer thread lets go of the file once its channel closes.
+            match Catalog::open(dir.path()) {
+                Err(StoreError::InUse { .. }) => std::thread::yield_now(),
+                other => break other.unwrap(),
+            }
+        };
+        let check = |function: &FunctionRecord| {
+            let current = function.current().unwrap();
+            assert_eq!((&current.source, current.settings.public), (&source, true));
+            assert_eq!(current.revision, Revision::of(&source, &current.settings));
+        };
+        let (catalog, damages) = reopened();
+        assert_eq!(damages, []);
+        check(&catalog.resolve("default", "f").unwrap());
+        // Any change writes it in today's form, under the id it has now.
+        let now = catalog.resolve("default", "f").unwrap().traffic[0].revision.as_str().to_owned();
+        catalog.set_traffic("default", "f", &[(now, 2)]).await.unwrap();
+        drop(catalog);
+        check(&reopened().0.resolve("default", "f").unwrap());
+        // And the manifest alone is enough.
+        std::fs::write(dir.path().join("manifests/0190.json"), store::encode(&old)).unwrap();
+        std::fs::write(dir.path().join("catalog.redb"), b"nonsense").unwrap();
+        let (catalog, damages) = reopened();
+        assert_eq!(damages.len(), 1);
+        check(&catalog.resolve("default", "f").unwrap());
+    }
 }

@@ -21,7 +21,7 @@ use wasmtime::{Module, Precompiled};
 
 use crate::HashMap;
 use crate::admission::Account;
-use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
+use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, SourceHash, hash_of_file};
 use crate::config::{self, Config, Limits};
 use crate::engine::{Engines, compiler_config};
 use crate::failure::{Bug, Failure, Rejection};
@@ -87,7 +87,7 @@ impl Compiler {
         catalog: &Catalog,
         engines: &Engines,
         engine_config: &config::Engine,
-        revision: &Revision,
+        source: &SourceHash,
         account: &Account,
         memory: MemoryKind,
     ) -> Result<Compiled, Failure> {
@@ -99,7 +99,7 @@ impl Compiler {
         let _slot = self.slots.acquire().await.map_err(|e| Bug(e.to_string()))?;
         let scratch = catalog.files.scratch();
         let order = Order {
-            source: catalog.files.source(revision),
+            source: catalog.files.source(source),
             output: scratch.clone(),
             engine: engine_config.clone(),
             memory,
@@ -109,7 +109,7 @@ impl Compiler {
             Some(exe) => ask_worker(exe, &order).await,
             None => tokio::task::spawn_blocking(move || execute(&order)).await.map_err(|e| Bug(e.to_string()).into()),
         };
-        let result = install(catalog, engines, (revision, memory), limits, &scratch, answer).await;
+        let result = install(catalog, engines, (source, memory), limits, &scratch, answer).await;
         if result.is_err() {
             let _ = std::fs::remove_file(&scratch);
         }
@@ -137,7 +137,7 @@ impl Drop for Turn<'_> {
 async fn install(
     catalog: &Catalog,
     engines: &Engines,
-    (revision, memory): (&Revision, MemoryKind),
+    (source, memory): (&SourceHash, MemoryKind),
     limits: &Limits,
     scratch: &Path,
     answer: Result<Answer, Failure>,
@@ -152,11 +152,11 @@ async fn install(
     };
     let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
     let engine = engines.id(compiled.flavor, memory);
-    let digest = blake3::hash(&std::fs::read(scratch).map_err(storage)?).to_hex().to_string();
+    let digest = hash_of_file(scratch).map_err(storage)?.to_hex().to_string();
     // The digest is committed first: a crash in between leaves an old or absent file that does not match, which is
     // compiled again; never a file that is trusted without having been checked.
-    catalog.set_artifact_digest(revision, engine, &digest).await?;
-    catalog.files.install(scratch, &catalog.files.artifact(revision, engine)).map_err(storage)?;
+    catalog.set_artifact_digest(source, engine, &digest).await?;
+    catalog.files.install(scratch, &catalog.files.artifact(source, engine)).map_err(storage)?;
     Ok(compiled)
 }
 
@@ -310,18 +310,17 @@ fn clip(message: &str) -> String {
 pub(crate) fn load(
     catalog: &Catalog,
     engines: &Engines,
-    revision: &Revision,
+    source: &SourceHash,
     flavor: Flavor,
     memory: MemoryKind,
 ) -> Option<Code> {
     let (engine, id) = (engines.get(flavor, memory), engines.id(flavor, memory));
-    let expected = catalog.artifact_digest(revision, id)?;
-    let path = catalog.files.artifact(revision, id);
-    let bytes = std::fs::read(&path).ok()?;
-    let found = blake3::hash(&bytes).to_hex();
+    let expected = catalog.artifact_digest(source, id)?;
+    let path = catalog.files.artifact(source, id);
+    let found = hash_of_file(&path).ok()?.to_hex();
     if found.as_str() != expected {
         let why = format!("the compiled artifact's digest is {found}, expected {expected}");
-        tracing::error!(revision = revision.as_str(), file = %path.display(), why, "quarantined; compiling it again");
+        tracing::error!(source = source.as_str(), file = %path.display(), why, "quarantined; compiling it again");
         catalog.files.quarantine(&path, &why);
         return None;
     }
@@ -329,7 +328,7 @@ pub(crate) fn load(
     // is replaced only by rename and never written in place, so the mapping cannot change underneath.
     #[expect(unsafe_code, reason = "mapping compiled code is what makes a start take microseconds")]
     let loaded = unsafe {
-        match wasmtime::Engine::detect_precompiled(&bytes)? {
+        match wasmtime::Engine::detect_precompiled_file(&path).ok()?? {
             Precompiled::Module => Module::deserialize_file(engine, &path).map(Code::Module),
             Precompiled::Component => Component::deserialize_file(engine, &path).map(Code::Component),
         }
@@ -337,7 +336,7 @@ pub(crate) fn load(
     match loaded {
         Ok(code) => Some(code),
         Err(error) => {
-            tracing::warn!(revision = revision.as_str(), %error, "an artifact does not load; compiling it again");
+            tracing::warn!(source = source.as_str(), %error, "an artifact does not load; compiling it again");
             None
         }
     }

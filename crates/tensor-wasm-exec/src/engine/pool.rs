@@ -17,7 +17,7 @@ use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
 
 use crate::HashMap;
 use crate::admission::Permit;
-use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
+use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Serving, SourceHash};
 use crate::engine::Engines;
 use crate::engine::compile::{self, Code};
 use crate::failure::{Bug, Failure, Rejection};
@@ -50,7 +50,7 @@ pub(crate) struct Pool {
     metrics: Arc<Metrics>,
 }
 
-type Table = Mutex<HashMap<Revision, Arc<Slot>>>;
+type Table = Mutex<HashMap<SourceHash, Arc<Slot>>>;
 
 struct Linkers {
     core: wasmtime::Linker<State>,
@@ -161,10 +161,10 @@ impl Pool {
         })
     }
 
-    /// The revision, if it is loaded already.
-    pub(crate) fn loaded(&self, revision: &Revision, memory: MemoryKind) -> Option<Arc<Loaded>> {
+    /// What was deployed, if it is loaded already.
+    pub(crate) fn loaded(&self, source: &SourceHash, memory: MemoryKind) -> Option<Arc<Loaded>> {
         let loaded = self.table(memory).lock();
-        let slot = loaded.get(revision)?;
+        let slot = loaded.get(source)?;
         slot.last_use.store(self.uses.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         slot.loaded.get().cloned()
     }
@@ -173,7 +173,7 @@ impl Pool {
     pub(crate) async fn load<R>(
         self: &Arc<Self>,
         catalog: &Arc<Catalog>,
-        revision: &Revision,
+        source: &SourceHash,
         kind: Kind,
         flavor: Flavor,
         memory: MemoryKind,
@@ -182,14 +182,14 @@ impl Pool {
     where
         R: AsyncFnOnce() -> Result<(), Failure>,
     {
-        let slot = self.slot(revision, memory);
+        let slot = self.slot(source, memory);
         if let Some(loaded) = slot.loaded.get() {
             return Ok(loaded.clone());
         }
         let map = || {
-            let (pool, catalog, revision) = (self.clone(), catalog.clone(), revision.clone());
+            let (pool, catalog, source) = (self.clone(), catalog.clone(), source.clone());
             let work = move || {
-                let code = compile::load(&catalog, &pool.engines, &revision, flavor, memory)?;
+                let code = compile::load(&catalog, &pool.engines, &source, flavor, memory)?;
                 Some(pool.link(code, kind, flavor, memory))
             };
             let joined = self.background.spawn_blocking(work);
@@ -258,11 +258,10 @@ impl Pool {
     ) -> Result<Lease, GuestError> {
         let function = &call.serving.function;
         let kept = match call.may_reuse {
-            true => loaded.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop),
+            true => loaded.idle.lock().get_mut(function.id.as_str()).and_then(|waiting| take_kept(waiting, call)),
             false => None,
         };
-        // One that was made before the function last changed has the settings of then.
-        if let Some(mut kept) = kept.filter(|kept| Arc::ptr_eq(&kept.store.data().call().serving.function, function)) {
+        if let Some(mut kept) = kept.filter(|kept| kept.fits(call)) {
             kept.store.data_mut().rebind(call);
             kept.store.set_epoch_deadline(1);
             let Kept { store, instance, reuses, .. } = kept;
@@ -340,25 +339,46 @@ impl Pool {
         [of(&self.loaded), of(&self.loaded_pinned)].concat()
     }
 
-    fn slot(&self, revision: &Revision, memory: MemoryKind) -> Arc<Slot> {
+    fn slot(&self, source: &SourceHash, memory: MemoryKind) -> Arc<Slot> {
         let now = self.uses.fetch_add(1, Ordering::Relaxed);
         let mut evicted = None;
         let mut loaded = self.table(memory).lock();
-        if let Some(slot) = loaded.get(revision) {
+        if let Some(slot) = loaded.get(source) {
             slot.last_use.store(now, Ordering::Relaxed);
             return slot.clone();
         }
         if loaded.len() >= self.loaded_max {
             let oldest = loaded.iter().min_by_key(|(_, slot)| slot.last_use.load(Ordering::Relaxed));
-            let oldest = oldest.map(|(revision, _)| revision.clone());
-            evicted = oldest.and_then(|revision| loaded.remove(&revision));
+            let oldest = oldest.map(|(source, _)| source.clone());
+            evicted = oldest.and_then(|source| loaded.remove(&source));
         }
-        let slot = loaded.entry(revision.clone()).or_default().clone();
+        let slot = loaded.entry(source.clone()).or_default().clone();
         slot.last_use.store(now, Ordering::Relaxed);
         drop(loaded);
         // Unmapping code is a system call; not under the lock.
         drop(evicted);
         slot
+    }
+}
+
+/// The kept instance used last that has this call's settings; where there is none, one that no call will ever fit. One
+/// that was made before the function last changed has the settings of then; where traffic is split, two revisions of
+/// the same bytes have settings of their own.
+fn take_kept(waiting: &mut Vec<Kept>, call: &RunningCall) -> Option<Kept> {
+    match waiting.iter().rposition(|kept| kept.fits(call)) {
+        Some(at) => Some(waiting.remove(at)),
+        None => waiting.pop_if(|kept| !Arc::ptr_eq(&kept.made_for().function, &call.serving.function)),
+    }
+}
+
+impl Kept {
+    fn made_for(&self) -> &Serving {
+        &self.store.data().call().serving
+    }
+
+    fn fits(&self, call: &RunningCall) -> bool {
+        Arc::ptr_eq(&self.made_for().function, &call.serving.function)
+            && self.made_for().revision().revision == call.serving.revision().revision
     }
 }
 
