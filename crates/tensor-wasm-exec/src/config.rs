@@ -5,6 +5,7 @@
 //! `[limits]` for one tenant.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -46,6 +47,9 @@ pub struct Server {
     pub drain_ms_max: u64,
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
     pub outbound_http: Vec<String>,
+    /// A file with the key that functions' secrets are sealed with: 32 bytes, as hexadecimal digits or base64.
+    /// `TENSOR_WASM_SECRETS_KEY` goes before it.
+    pub secrets_key_file: Option<PathBuf>,
 }
 
 /// How guests are compiled and kept.
@@ -120,6 +124,10 @@ pub struct Limits {
     pub revisions_max: usize,
     /// Size of one module or component.
     pub module_bytes_max: usize,
+    /// Secrets of all the tenant's functions together.
+    pub secrets_max: usize,
+    /// Size of one secret's value. They are copied into each instance that reads its environment.
+    pub secret_bytes_max: usize,
     /// Time one compilation may take.
     pub compile_ms_max: u64,
     /// Unfinished jobs.
@@ -154,6 +162,8 @@ pub struct LimitsOverride {
     pub functions_max: Option<usize>,
     pub revisions_max: Option<usize>,
     pub module_bytes_max: Option<usize>,
+    pub secrets_max: Option<usize>,
+    pub secret_bytes_max: Option<usize>,
     pub compile_ms_max: Option<u64>,
     pub jobs_max: Option<usize>,
     pub log_bytes_max: Option<usize>,
@@ -187,6 +197,7 @@ impl Default for Server {
             body_bytes_max: 16 * MIB,
             drain_ms_max: 30_000,
             outbound_http: Vec::new(),
+            secrets_key_file: None,
         }
     }
 }
@@ -232,6 +243,8 @@ impl Default for Limits {
             functions_max: 20_000,
             revisions_max: 16,
             module_bytes_max: 64 * MIB,
+            secrets_max: 256,
+            secret_bytes_max: 8 << 10,
             compile_ms_max: 60_000,
             jobs_max: 10_000,
             log_bytes_max: 64 << 10,
@@ -278,6 +291,8 @@ impl Config {
             functions_max,
             revisions_max,
             module_bytes_max,
+            secrets_max,
+            secret_bytes_max,
             compile_ms_max,
             jobs_max,
             log_bytes_max,

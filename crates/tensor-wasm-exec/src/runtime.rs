@@ -13,13 +13,13 @@ use tokio::sync::SetOnce;
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
 use crate::catalog::{
-    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SettingsPatch, SourceError,
-    SourceHash, StoreError, check_name, now_ms,
+    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Secret, SecretsAccess, Settings,
+    SettingsPatch, SourceError, SourceHash, StoreError, check_name, now_ms,
 };
 use crate::config::Config;
 use crate::engine::Engines;
 use crate::engine::compile::Compiler;
-use crate::engine::pool::{Loaded, Pool};
+use crate::engine::pool::{Entry, Loaded, Pool};
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
@@ -86,6 +86,16 @@ impl Runtime {
         config: Config,
         worker_exe: Option<PathBuf>,
     ) -> Result<(Arc<Runtime>, Vec<Damage>), OpenError> {
+        Runtime::open_with(data_dir, config, worker_exe, SecretsAccess::default())
+    }
+
+    /// The same, with a key for functions' secrets.
+    pub fn open_with(
+        data_dir: &Path,
+        config: Config,
+        worker_exe: Option<PathBuf>,
+        secrets: SecretsAccess,
+    ) -> Result<(Arc<Runtime>, Vec<Damage>), OpenError> {
         let config = Arc::new(config);
         let threads = tokio::runtime::Builder::new_multi_thread()
             .thread_name("background")
@@ -96,7 +106,7 @@ impl Runtime {
             })
             .build()?;
         let background = threads.handle().clone();
-        let (catalog, mut damages) = Catalog::open(data_dir)?;
+        let (catalog, mut damages) = Catalog::open(data_dir, secrets)?;
         let mut recovery = Recovery::default();
         catalog.store.each(Table::Jobs, |key, read| recovery.take(key, read))?;
         let Recovered { jobs, changed, damaged } = recovery.finish(config.jobs.concurrency_max);
@@ -232,7 +242,8 @@ impl Runtime {
             Ok(RevisionRecord { revision, source, kind, flavor, bytes, created_ms, settings, quarantined: None })
         };
         let (memory, record) = (settings.memory, revise(settings)?);
-        self.load(name, &record, &account).await?;
+        let loaded = self.load(name, &record, &account).await?;
+        check_gpu(&loaded.entry, &record.settings, &patch)?;
         let revise_again = |old: Option<&FunctionRecord>| {
             let settings = patch.over(&old.map(FunctionRecord::serving_settings).unwrap_or_default());
             if settings.memory != memory {
@@ -251,6 +262,20 @@ impl Runtime {
         self.catalog.delete(tenant, name).await?;
         self.pool.forget(&function.id);
         self.logs.forget(&function.id);
+        Ok(())
+    }
+
+    /// Gives a function a secret. Calls that begin after this see it.
+    pub async fn set_secret(&self, tenant: &str, name: &str, key: &str, value: Secret) -> Result<(), Rejection> {
+        let account = self.admission.account(tenant);
+        let function = self.catalog.set_secret(tenant, name, key, value, &account.limits).await?;
+        self.pool.forget(&function.id);
+        Ok(())
+    }
+
+    pub async fn delete_secret(&self, tenant: &str, name: &str, key: &str) -> Result<(), Rejection> {
+        let function = self.catalog.delete_secret(tenant, name, key).await?;
+        self.pool.forget(&function.id);
         Ok(())
     }
 
@@ -380,6 +405,20 @@ impl Drop for Runtime {
             threads.shutdown_background();
         }
     }
+}
+
+/// A function that imports the device and does not get it fails when it is called; better it fails here. Who says
+/// `gpu = false` knows.
+fn check_gpu(entry: &Entry, settings: &Settings, patch: &SettingsPatch) -> Result<(), Rejection> {
+    if settings.gpu || patch.gpu.is_some() {
+        return Ok(());
+    }
+    let Some(import) = signature::gpu_import(entry) else { return Ok(()) };
+    let why = format!(
+        "it imports {import:?}, so it needs the GPU: deploy it with --gpu (settings: gpu = true); with --no-gpu (gpu = \
+         false) it is deployed all the same, and what it asks of the GPU is denied"
+    );
+    Err(Rejection::InvalidArgs { why })
 }
 
 /// Pinned memory is for core modules that may use the device.

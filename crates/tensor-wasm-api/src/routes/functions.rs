@@ -161,6 +161,8 @@ pub(crate) struct FunctionDetail {
     settings: SettingsView,
     /// What the serving revision exports, at most a thousand of them.
     exports: Vec<ExportView>,
+    /// Names only.
+    secrets: Vec<String>,
     /// Why its exports could not be listed.
     #[serde(skip_serializing_if = "Option::is_none")]
     unavailable: Option<String>,
@@ -368,6 +370,7 @@ pub(crate) async fn show(
         revisions: function.revisions.len(),
         settings,
         exports,
+        secrets: function.secret_names.iter().cloned().collect(),
         unavailable,
     }))
 }

@@ -4,6 +4,7 @@ pub(crate) mod functions;
 pub(crate) mod invoke;
 pub(crate) mod jobs;
 pub(crate) mod run;
+pub(crate) mod secrets;
 pub(crate) mod stream;
 pub(crate) mod system;
 
@@ -26,6 +27,8 @@ pub(crate) fn router(gateway: Shared) -> Router {
         .route("/functions/{f}/revisions", get(functions::revisions))
         .route("/functions/{f}/rollback", post(functions::rollback))
         .route("/functions/{f}/traffic", put(functions::traffic))
+        .route("/functions/{f}/secrets", get(secrets::list))
+        .route("/functions/{f}/secrets/{key}", put(secrets::set).delete(secrets::delete))
         .route("/functions/{f}/logs", get(system::logs))
         .route("/functions/{f}/invoke", post(invoke::invoke))
         .route("/functions/{f}/invoke-async", post(jobs::submit))

@@ -14,5 +14,6 @@ pub(crate) mod metrics;
 pub(crate) mod revisions;
 pub(crate) mod rollback;
 pub(crate) mod run;
+pub(crate) mod secret;
 pub(crate) mod serve;
 pub(crate) mod split;

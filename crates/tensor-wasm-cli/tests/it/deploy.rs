@@ -276,6 +276,32 @@ fn a_function_is_shown_with_its_exports_and_settings() {
 }
 
 #[test]
+fn functions_that_need_the_gpu_and_kernel_modules_are_told_so() {
+    let server = Server::start();
+    let gpu = guest_bytes("gpu-examples.wasm");
+    for settings in ["{}", r#"{"public":true}"#] {
+        let message = server.deploy_with("gpu", &gpu, settings).refused(400, "invalid_args");
+        assert!(message.contains("tensor-wasm:gpu/") && message.contains("--gpu"), "{message}");
+    }
+    let flat = r#"(module (import "wasi:cuda/host@0.2.0" "wasi_cuda_free" (func (param i64) (result i32))))"#;
+    let message = server.deploy_wat("flat", flat).refused(400, "invalid_args");
+    assert!(message.contains("wasi:cuda/host"), "{message}");
+    assert_eq!(server.get("/functions").ok(), serde_json::json!([]), "nothing was deployed");
+    // Who says that it gets none is believed, and what is not mentioned later stays.
+    server.deploy_with("gpu", &gpu, r#"{"gpu":false}"#).ok();
+    server.deploy_with("gpu", &gpu, r#"{"gpu":true}"#).ok();
+    server.deploy_with("gpu", &gpu, "{}").ok();
+    assert_eq!(server.get("/functions/gpu").ok()["settings"]["gpu"], true);
+
+    let kernel = r#"(module (import "kernel" "thread-x" (func (result i32))) (memory (export "memory") 1))"#;
+    let message = server.deploy_wat("kernel", kernel).refused(400, "invalid_wasm");
+    assert!(message.contains("kernel module") && message.contains("tensor-wasm kernel run"), "{message}");
+    // A component that has a module inside which imports something of that name is none.
+    let nested = r#"(component (core module (import "kernel" "x" (func))))"#;
+    server.deploy_wat("nested", nested).ok();
+}
+
+#[test]
 fn bad_uploads_are_refused_with_their_reason_and_leave_nothing() {
     let server = Server::with(Options::config("[limits]\nmodule_bytes_max = 200000\nmemory_bytes_max = 1048576\n"));
     let hello = guest_bytes("hello.wasm");

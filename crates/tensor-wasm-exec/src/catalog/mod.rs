@@ -6,9 +6,11 @@
 
 mod files;
 pub mod record;
+pub mod secrets;
 pub mod settings;
 pub(crate) mod store;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -16,14 +18,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use parking_lot::{Mutex, RwLock};
 use rand::Rng;
 
-pub(crate) use self::files::{Files, hash as hash_of_file};
+pub(crate) use self::files::{Files, hash as hash_of_file, write_private};
 pub use self::record::{
     Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Share, SourceHash, check_name,
 };
+pub use self::secrets::{Secret, SecretsKey};
 pub use self::settings::{MemoryKind, Settings, SettingsPatch};
 pub use self::store::StoreError;
+use self::secrets::{OpenSecrets, Vault};
 use self::store::{Change, Read, Store, Table};
 use crate::HashMap;
+use crate::config::Limits;
 use crate::failure::Rejection;
 
 /// Locks that serialise changes of one function; two functions rarely share one.
@@ -39,6 +44,10 @@ pub struct Catalog {
     /// Who refers to a source; without anyone its file goes.
     references: Mutex<HashMap<SourceHash, Reference>>,
     locks: Vec<tokio::sync::Mutex<()>>,
+    vault: Vault,
+    /// Locks that serialise changes of one tenant's secrets, so that their number is counted before one is added. Taken
+    /// before a function's.
+    secret_locks: Vec<tokio::sync::Mutex<()>>,
     /// Something was lost at start: sources without a function may belong to it and stay.
     is_incomplete: bool,
 }
@@ -84,11 +93,19 @@ pub(crate) struct Pinned<'a> {
     source: SourceHash,
 }
 
+/// What a catalog needs to know of its secrets.
+#[derive(Debug, Default)]
+pub struct SecretsAccess {
+    /// What they are sealed with; without one there can be none.
+    pub key: Option<SecretsKey>,
+    /// Gives up the values there are, because their key is lost.
+    pub forget: bool,
+}
+
 impl Catalog {
     /// Opens a data directory, creating it if need be.
-    pub fn open(root: &Path) -> Result<(Catalog, Vec<Damage>), StoreError> {
+    pub fn open(root: &Path, secrets: SecretsAccess) -> Result<(Catalog, Vec<Damage>), StoreError> {
         let io = |e: std::io::Error| StoreError::Io { path: root.to_owned(), why: e.to_string() };
-        std::fs::create_dir_all(root).map_err(io)?;
         let files = Files::open(root).map_err(io)?;
         let mut damages = Vec::new();
         let store = match Store::open(&files.store()).and_then(|store| {
@@ -102,19 +119,26 @@ impl Catalog {
                 tracing::error!(file = %path.display(), why, "the catalog is damaged; rebuilding it from the manifests");
                 damages.push(Damage {
                     what: path.display().to_string(),
-                    why: format!("{why}; functions were rebuilt from manifests/, jobs and results are lost"),
+                    why: format!("{why}; functions were rebuilt from manifests/; jobs, results and secrets are lost"),
                 });
                 files.quarantine(&path, &why);
                 rebuild(&files, &mut damages)?
             }
             Err(other) => return Err(other),
         };
+        if secrets.forget {
+            secrets::forget_all(&store)?;
+        }
+        let vault = Vault::open(secrets.key, &store)?;
+        let locks = || (0..LOCKS).map(|_| tokio::sync::Mutex::default()).collect();
         let mut catalog = Catalog {
             files,
             store,
+            vault,
+            secret_locks: locks(),
             index: RwLock::default(),
             references: Mutex::default(),
-            locks: (0..LOCKS).map(|_| tokio::sync::Mutex::default()).collect(),
+            locks: locks(),
             is_incomplete: false,
         };
         catalog.load(&mut damages)?;
@@ -178,6 +202,8 @@ impl Catalog {
                 created_ms: now_ms(),
                 revisions: Vec::new(),
                 traffic: Vec::new(),
+                secret_names: BTreeSet::new(),
+                secrets: OpenSecrets::default(),
             });
             record.traffic = vec![Share { revision: revision.revision.clone(), weight: 1 }];
             // Deploying the newest once more changes nothing, its time included.
@@ -243,8 +269,71 @@ impl Catalog {
 
     pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
         let name = &self.resolve(tenant, name)?.name;
-        self.change(tenant, name, |old| old.map(|_| None).ok_or_else(|| not_found(tenant, name))).await?;
+        self.change_with(tenant, name, |old| {
+            let old = old.ok_or_else(|| not_found(tenant, name))?;
+            Ok((None, old.secret_names.iter().map(|key| secrets::remove(old, key)).collect()))
+        })
+        .await?;
         Ok(())
+    }
+
+    /// Gives a function a secret, or a secret another value.
+    pub(crate) async fn set_secret(
+        &self,
+        tenant: &str,
+        name: &str,
+        key: &str,
+        value: Secret,
+        limits: &Limits,
+    ) -> Result<Arc<FunctionRecord>, Rejection> {
+        secrets::check_secret_name(key)?;
+        if value.len() > limits.secret_bytes_max {
+            let (what, limit) = ("the secret's value", "[limits] secret_bytes_max");
+            return Err(Rejection::TooLarge { what, bytes_max: limits.secret_bytes_max, limit });
+        }
+        let _counted = self.secret_locks[lock_of(tenant)].lock().await;
+        let name = &self.resolve(tenant, name)?.name;
+        self.change_with(tenant, name, |old| {
+            let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
+            if !record.secret_names.contains(key) && self.count_secrets(tenant) >= limits.secrets_max {
+                let max = limits.secrets_max;
+                let why = format!("tenant {tenant:?} has {max} secrets, which is its limit ([limits] secrets_max)");
+                return Err(Rejection::Conflict { why });
+            }
+            let changes = self.vault.put(&record, key, &value)?;
+            record.secret_names.insert(key.to_owned());
+            Arc::make_mut(&mut record.secrets).insert(key.to_owned(), Arc::new(value));
+            Ok((Some(record), changes))
+        })
+        .await?
+        .ok_or_else(|| not_found(tenant, name))
+    }
+
+    pub(crate) async fn delete_secret(
+        &self,
+        tenant: &str,
+        name: &str,
+        key: &str,
+    ) -> Result<Arc<FunctionRecord>, Rejection> {
+        let _counted = self.secret_locks[lock_of(tenant)].lock().await;
+        let name = &self.resolve(tenant, name)?.name;
+        self.change_with(tenant, name, |old| {
+            let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
+            if !record.secret_names.remove(key) {
+                let key = key.chars().take(record::NAME_BYTES_MAX).collect();
+                return Err(Rejection::NotFound { what: "secret", name: key, tenant: tenant.to_owned() });
+            }
+            Arc::make_mut(&mut record.secrets).remove(key);
+            let change = secrets::remove(&record, key);
+            Ok((Some(record), vec![change]))
+        })
+        .await?
+        .ok_or_else(|| not_found(tenant, name))
+    }
+
+    fn count_secrets(&self, tenant: &str) -> usize {
+        let index = self.index.read();
+        index.tenants.get(tenant).map_or(0, |t| t.by_name.values().map(|f| f.secret_names.len()).sum())
     }
 
     /// Marks every revision of a source as unusable; they are still listed, with the reason.
@@ -363,17 +452,28 @@ impl Catalog {
         name: &str,
         edit: impl FnOnce(Option<&FunctionRecord>) -> Result<Option<FunctionRecord>, Rejection>,
     ) -> Result<Option<Arc<FunctionRecord>>, Rejection> {
+        self.change_with(tenant, name, |old| Ok((edit(old)?, Vec::new()))).await
+    }
+
+    /// The same, with changes that are committed together with the record.
+    async fn change_with(
+        &self,
+        tenant: &str,
+        name: &str,
+        edit: impl FnOnce(Option<&FunctionRecord>) -> Result<(Option<FunctionRecord>, Vec<Change>), Rejection>,
+    ) -> Result<Option<Arc<FunctionRecord>>, Rejection> {
         let key = record::key(tenant, name);
-        let slot = blake3::hash(key.as_bytes()).as_bytes()[0] as usize % LOCKS;
-        let _guard = self.locks[slot].lock().await;
+        let _guard = self.locks[lock_of(&key)].lock().await;
         let old = self.resolve_name(tenant, name);
-        let new = edit(old.as_deref())?.map(Arc::new);
+        let (new, mut changes) = edit(old.as_deref())?;
+        let new = new.map(Arc::new);
         let change = match (&old, &new) {
             (_, Some(new)) => Change::put(Table::Functions, key, &**new),
             (Some(_), None) => Change::Delete(Table::Functions, key),
             (None, None) => return Ok(None),
         };
-        self.store.write(vec![change]).await.map_err(storage)?;
+        changes.push(change);
+        self.store.write(changes).await.map_err(storage)?;
         self.refer(old.as_deref(), new.as_deref());
         self.show(old.as_deref(), new.clone());
         self.keep_manifest(old.as_deref(), new.as_deref());
@@ -462,7 +562,13 @@ impl Catalog {
                     kept
                 }
             };
-            self.take_in(function, damages);
+            let (secrets, lost) = self.vault.open_all(&self.store, &function)?;
+            for (key, why) in lost {
+                let what = format!("secret {key} of function {}", function.name);
+                tracing::error!(what, why, "lost; set it again");
+                damages.push(Damage { what, why: format!("{why}; set it again") });
+            }
+            self.take_in(FunctionRecord { secrets, ..function }, damages);
         }
         if !repaired.is_empty() {
             self.store.write_blocking(repaired)?;
@@ -567,6 +673,11 @@ fn artifact_key(source: &SourceHash, engine: &str) -> String {
     format!("{}/{engine}", source.as_str())
 }
 
+/// Which lock of [`LOCKS`] a key takes.
+fn lock_of(key: &str) -> usize {
+    usize::from(blake3::hash(key.as_bytes()).as_bytes()[0]) % LOCKS
+}
+
 pub(crate) fn storage(error: StoreError) -> Rejection {
     Rejection::Storage { why: error.to_string() }
 }
@@ -600,7 +711,7 @@ mod tests {
         }
         let reopened = || loop {
             // The writer thread lets go of the file once its channel closes.
-            match Catalog::open(dir.path()) {
+            match Catalog::open(dir.path(), SecretsAccess::default()) {
                 Err(StoreError::InUse { .. }) => std::thread::yield_now(),
                 other => break other.unwrap(),
             }

@@ -1,8 +1,11 @@
 //! What the catalog keeps of a function. Plain data with serde, because it is what lies on disk; the HTTP shapes are
 //! `tensor-wasm-api`'s own.
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
+use super::secrets::OpenSecrets;
 use super::settings::Settings;
 use crate::failure::Rejection;
 
@@ -144,7 +147,7 @@ pub struct Share {
     pub weight: u32,
 }
 
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(from = "StoredFunction")]
 pub struct FunctionRecord {
     pub id: String,
@@ -155,6 +158,11 @@ pub struct FunctionRecord {
     pub revisions: Vec<RevisionRecord>,
     /// One or two shares, their weights adding up to more than zero.
     pub traffic: Vec<Share>,
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub secret_names: BTreeSet<String>,
+    /// The values of those names that could be opened. In memory only.
+    #[serde(skip)]
+    pub(crate) secrets: OpenSecrets,
 }
 
 /// A function as it lies on disk, in this form or an earlier one.
@@ -166,6 +174,8 @@ struct StoredFunction {
     created_ms: u64,
     revisions: Vec<StoredRevision>,
     traffic: Vec<Share>,
+    #[serde(default)]
+    secret_names: BTreeSet<String>,
 }
 
 #[derive(Deserialize)]
@@ -185,7 +195,7 @@ struct StoredRevision {
 
 impl From<StoredFunction> for FunctionRecord {
     fn from(stored: StoredFunction) -> FunctionRecord {
-        let StoredFunction { id, tenant, name, created_ms, revisions, mut traffic } = stored;
+        let StoredFunction { id, tenant, name, created_ms, revisions, mut traffic, secret_names } = stored;
         let migrate = |stored: StoredRevision| {
             let StoredRevision { revision, source, kind, flavor, bytes, created_ms, settings, quarantined } = stored;
             let (revision, source) = match source {
@@ -202,7 +212,8 @@ impl From<StoredFunction> for FunctionRecord {
             RevisionRecord { revision, source, kind, flavor, bytes, created_ms, settings, quarantined }
         };
         let revisions = revisions.into_iter().map(migrate).collect();
-        FunctionRecord { id, tenant, name, created_ms, revisions, traffic }
+        let secrets = OpenSecrets::default();
+        FunctionRecord { id, tenant, name, created_ms, revisions, traffic, secret_names, secrets }
     }
 }
 
@@ -246,6 +257,14 @@ impl FunctionRecord {
                 Err(Rejection::NotFound { what: "revision", name: prefix.to_owned(), tenant: self.tenant.clone() })
             }
         }
+    }
+
+    /// The first of its secrets that has no value any more.
+    pub(crate) fn lost_secret(&self) -> Option<&str> {
+        if self.secret_names.len() == self.secrets.len() {
+            return None;
+        }
+        self.secret_names.iter().map(String::as_str).find(|name| !self.secrets.contains_key(*name))
     }
 
     pub fn key(&self) -> String {
@@ -323,6 +342,6 @@ mod tests {
         // What was known as a revision still finds it.
         assert_eq!(record.find(&one.as_str()[..10]).unwrap().source, one);
         let again: FunctionRecord = serde_json::from_value(serde_json::to_value(&record).unwrap()).unwrap();
-        assert_eq!(again, record);
+        assert_eq!((again.revisions, again.traffic), (record.revisions, record.traffic));
     }
 }

@@ -21,7 +21,7 @@ use wasmtime::{Module, Precompiled};
 
 use crate::HashMap;
 use crate::admission::Account;
-use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, SourceHash, hash_of_file};
+use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, SourceHash, hash_of_file, write_private};
 use crate::config::{self, Config, Limits};
 use crate::engine::{Engines, compiler_config};
 use crate::failure::{Bug, Failure, Rejection};
@@ -31,6 +31,10 @@ const CPU_SLACK_S: u64 = 5;
 
 /// How much of a compiler's complaint is passed on.
 const MESSAGE_BYTES_MAX: usize = 2_000;
+
+/// Said of a module that imports `kernel`, which no function has.
+const KERNEL_MODULE: &str = "it is a kernel module (it imports \"kernel\"), which runs on a device and is no function: try \
+                             it with `tensor-wasm kernel run FILE`, or deploy a function with --gpu that loads it";
 
 /// What the compile worker is told.
 #[derive(Debug, Serialize, Deserialize)]
@@ -166,6 +170,8 @@ async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
     let mut child = tokio::process::Command::new(exe)
         .arg("compile-worker")
         .arg(order_json)
+        // What compiles strangers' code has no use for keys.
+        .env_clear()
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -233,7 +239,7 @@ fn try_execute(order: &Order) -> Result<Answer, String> {
         false if shape.exports_start => Kind::CoreCommand,
         false => Kind::CoreExports,
     };
-    std::fs::write(&order.output, code).map_err(|e| format!("{}: {e}", order.output.display()))?;
+    write_private(&order.output, &code).map_err(|e| format!("{}: {e}", order.output.display()))?;
     Ok(Answer::Compiled { kind, flavor: shape.flavor, memory_bytes_min: shape.memory_bytes_min })
 }
 
@@ -260,6 +266,13 @@ fn shape_of(source: &[u8]) -> Result<Shape, String> {
                 depth += 1;
             }
             Payload::End(_) => depth -= 1,
+            Payload::ImportSection(imports) if depth == 1 => {
+                for import in imports.into_imports() {
+                    if import.map_err(|e| e.to_string())?.module == "kernel" {
+                        return Err(KERNEL_MODULE.to_owned());
+                    }
+                }
+            }
             Payload::MemorySection(memories) => {
                 for memory in memories {
                     let memory = memory.map_err(|e| e.to_string())?;
