@@ -19,6 +19,7 @@ use crate::error::{ApiError, ErrorKind};
 use crate::linger;
 use crate::metrics::HttpMetrics;
 use crate::trace::{TRACE_ID, TRACEPARENT, Trace};
+use crate::upload::Uploads;
 
 /// What the routes share.
 pub(crate) struct Gateway {
@@ -27,6 +28,7 @@ pub(crate) struct Gateway {
     pub metrics: HttpMetrics,
     pub audit: Audit,
     pub bodies: Arc<Held>,
+    pub uploads: Arc<Uploads>,
     /// Connections open now.
     pub open: AtomicUsize,
     pub cores: usize,

@@ -109,6 +109,7 @@ impl Server {
             metrics,
             audit,
             bodies: Default::default(),
+            uploads: Default::default(),
             open: AtomicUsize::new(0),
             cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             exporting,

@@ -269,7 +269,7 @@ pub(crate) fn guest() -> anyhow::Result<()> {
     let wasm = std::fs::read(root().join("target/guests/gpu-examples.wasm")).context("cargo xtask guests")?;
     let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let settings = SettingsPatch { gpu: Some(true), ..SettingsPatch::default() };
-    let deployed = threads.block_on(runtime.deploy("default", "gpu", wasm.into(), settings));
+    let deployed = threads.block_on(runtime.deploy_bytes("default", "gpu", &wasm, settings));
     deployed.map_err(|failure| anyhow::anyhow!("{failure}"))?;
     const LAUNCHES: usize = 500;
     let guest = || {

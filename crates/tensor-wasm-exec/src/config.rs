@@ -43,6 +43,8 @@ pub struct Server {
     pub body_ms_max: u64,
     /// Request bodies other than a deploy's.
     pub body_bytes_max: usize,
+    /// Disk that modules being uploaded take, all tenants together.
+    pub uploads_bytes_max: usize,
     /// How long a shutdown waits for running calls.
     pub drain_ms_max: u64,
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
@@ -122,8 +124,10 @@ pub struct Limits {
     pub functions_max: usize,
     /// Revisions kept of one function; the oldest without traffic go first.
     pub revisions_max: usize,
-    /// Size of one module or component.
+    /// Size of one module or component. Those sent as `application/wasm` are streamed to disk; 1 GiB has been tried.
     pub module_bytes_max: usize,
+    /// Disk that the tenant's uploads take before they are deployed; one of any allowed size may always run.
+    pub uploads_bytes_max: usize,
     /// Secrets of all the tenant's functions together.
     pub secrets_max: usize,
     /// Size of one secret's value. They are copied into each instance that reads its environment.
@@ -162,6 +166,7 @@ pub struct LimitsOverride {
     pub functions_max: Option<usize>,
     pub revisions_max: Option<usize>,
     pub module_bytes_max: Option<usize>,
+    pub uploads_bytes_max: Option<usize>,
     pub secrets_max: Option<usize>,
     pub secret_bytes_max: Option<usize>,
     pub compile_ms_max: Option<u64>,
@@ -195,6 +200,7 @@ impl Default for Server {
             body_idle_ms_max: 30_000,
             body_ms_max: 300_000,
             body_bytes_max: 16 * MIB,
+            uploads_bytes_max: 4096 * MIB,
             drain_ms_max: 30_000,
             outbound_http: Vec::new(),
             secrets_key_file: None,
@@ -243,6 +249,7 @@ impl Default for Limits {
             functions_max: 20_000,
             revisions_max: 16,
             module_bytes_max: 64 * MIB,
+            uploads_bytes_max: 512 * MIB,
             secrets_max: 256,
             secret_bytes_max: 8 << 10,
             compile_ms_max: 60_000,
@@ -291,6 +298,7 @@ impl Config {
             functions_max,
             revisions_max,
             module_bytes_max,
+            uploads_bytes_max,
             secrets_max,
             secret_bytes_max,
             compile_ms_max,

@@ -199,7 +199,8 @@ fn serving(function: Arc<FunctionRecord>) -> Result<Serving, Rejection> {
     if let Some(secret) = serving.function.lost_secret() {
         // It would run with half of what it needs to know.
         let name = &serving.function.name;
-        let why = format!("{name:?} has lost its secret {secret:?}; set it again: tensor-wasm secret set {name} {secret}");
+        let why =
+            format!("{name:?} has lost its secret {secret:?}; set it again: tensor-wasm secret set {name} {secret}");
         return Err(Rejection::Conflict { why });
     }
     match &serving.revision().quarantined {

@@ -5,20 +5,20 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use tensor_wasm_gpu::Device;
 use tokio::runtime::Handle;
 use tokio::sync::SetOnce;
 
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
+use crate::catalog::upload::{Upload, Uploaded};
 use crate::catalog::{
     Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Secret, SecretsAccess, Settings,
     SettingsPatch, SourceError, SourceHash, StoreError, check_name, now_ms,
 };
 use crate::config::Config;
 use crate::engine::Engines;
-use crate::engine::compile::Compiler;
+use crate::engine::compile::{CompileCost, Compiler};
 use crate::engine::pool::{Entry, Loaded, Pool};
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
@@ -74,8 +74,8 @@ pub enum OpenError {
 /// A function as it stands after a deploy.
 pub struct Deployed {
     pub function: Arc<FunctionRecord>,
-    /// Whether this deploy made the function.
-    pub created: bool,
+    /// What compiling it took; `None` where the same bytes had been compiled before.
+    pub cost: Option<CompileCost>,
 }
 
 impl Runtime {
@@ -198,6 +198,24 @@ impl Runtime {
         &self.background
     }
 
+    /// Begins to receive a module or component for [`Runtime::deploy`], of at most the size its tenant may deploy.
+    pub fn upload(&self, tenant: &str) -> Result<Upload, Rejection> {
+        Upload::begin(&self.catalog.files, self.config.limits_of(tenant).module_bytes_max)
+    }
+
+    /// [`Runtime::deploy`] of bytes that are here already.
+    pub async fn deploy_bytes(
+        &self,
+        tenant: &str,
+        name: &str,
+        wasm: &[u8],
+        patch: SettingsPatch,
+    ) -> Result<Deployed, Failure> {
+        let mut upload = self.upload(tenant)?;
+        upload.write(wasm).await?;
+        self.deploy(tenant, name, upload.finish().await?, patch).await
+    }
+
     /// Compiles a module or component, keeps it and gives it the function's traffic. Settings that the patch does not
     /// mention are the serving revision's. Nothing is changed unless all of it succeeds. Call it on the background runtime:
     /// it syncs files.
@@ -205,15 +223,12 @@ impl Runtime {
         &self,
         tenant: &str,
         name: &str,
-        wasm: Bytes,
+        wasm: Uploaded,
         patch: SettingsPatch,
     ) -> Result<Deployed, Failure> {
         check_name(name)?;
         let account = self.admission.account(tenant);
         let limits = &account.limits;
-        if wasm.len() > limits.module_bytes_max {
-            return Err(Rejection::ModuleTooLarge { bytes: wasm.len(), bytes_max: limits.module_bytes_max }.into());
-        }
         let known = self.catalog.resolve(tenant, name).ok().filter(|f| f.name == name);
         if known.is_none() && self.catalog.count(tenant) >= limits.functions_max {
             let why = format!(
@@ -224,20 +239,20 @@ impl Runtime {
         }
         let settings = patch.over(&known.as_ref().map(|f| f.serving_settings()).unwrap_or_default());
         settings.check()?;
-        let source = SourceHash::of(&wasm);
-        let _pinned = self.catalog.pin_source(&source, &wasm)?;
-        let (kind, flavor) = match self.catalog.shape(&source) {
-            Some(shape) => shape,
+        let source = wasm.source().clone();
+        let _pinned = self.catalog.pin_source(&wasm)?;
+        let (kind, flavor, cost) = match self.catalog.shape(&source) {
+            Some((kind, flavor)) => (kind, flavor, None),
             None => {
                 let compiled = self.compile(&source, &account, settings.memory).await?;
-                (compiled.kind, compiled.flavor)
+                (compiled.kind, compiled.flavor, Some(compiled.cost))
             }
         };
-        let revise = |settings: Settings| {
+        let revise = |settings: Settings| -> Result<RevisionRecord, Rejection> {
             settings.check()?;
             check_memory(&settings, kind)?;
             let revision = Revision::of(&source, &settings);
-            let (bytes, created_ms) = (wasm.len() as u64, now_ms());
+            let (bytes, created_ms) = (wasm.bytes() as u64, now_ms());
             let source = source.clone();
             Ok(RevisionRecord { revision, source, kind, flavor, bytes, created_ms, settings, quarantined: None })
         };
@@ -254,7 +269,7 @@ impl Runtime {
         };
         let function = self.catalog.deploy(tenant, name, limits.revisions_max, revise_again).await?;
         self.pool.forget(&function.id);
-        Ok(Deployed { function, created: known.is_none() })
+        Ok(Deployed { function, cost })
     }
 
     pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {

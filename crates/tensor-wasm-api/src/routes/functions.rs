@@ -8,20 +8,23 @@ use axum::extract::{Path, Query, Request, State};
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
 use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings, SettingsPatch};
+use tensor_wasm_exec::engine::compile::CompileCost;
 use tensor_wasm_exec::guest::signature::ExportSignature;
 use utoipa::ToSchema;
 
-use crate::body;
 use crate::error::{ApiError, internal};
 use crate::gateway::{Shared, audited, empty};
+use crate::{body, upload};
 
 /// Base64 and JSON around a module: its size on the wire is up to this many times its own, plus the rest of the object.
 const BASE64_GROWTH: f64 = 1.37;
 const JSON_SLACK_BYTES: usize = 64 << 10;
+
+/// The largest module that is taken as base64 in JSON, which is held in memory twice. Larger ones are streamed to disk.
+const JSON_MODULE_BYTES_MAX: usize = 64 << 20;
 
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -150,6 +153,23 @@ pub(crate) struct FunctionView {
     url: Option<String>,
 }
 
+/// A function as it stands after a deploy.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DeployedView {
+    #[serde(flatten)]
+    function: FunctionView,
+    /// What compiling took; absent where the same bytes had been compiled before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compiled: Option<CompiledView>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct CompiledView {
+    wall_ms: u64,
+    /// On all cores together.
+    cpu_ms: u64,
+}
+
 /// Everything there is to know about one function.
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct FunctionDetail {
@@ -262,7 +282,7 @@ pub(crate) struct DeployQuery {
 #[utoipa::path(post, path = "/functions", request_body = DeployRequest,
     params(("name" = Option<String>, Query, description = "with an application/wasm body"),
            ("settings" = Option<String>, Query, description = "JSON object, with an application/wasm body")),
-    responses((status = 201, body = FunctionView), (status = 400), (status = 408), (status = 413)))]
+    responses((status = 201, body = DeployedView), (status = 400), (status = 408), (status = 413)))]
 pub(crate) async fn deploy(
     State(gateway): State<Shared>,
     query: Result<Query<DeployQuery>, axum::extract::rejection::QueryRejection>,
@@ -286,11 +306,9 @@ async fn deploy_for(
     body: Body,
     name: &mut String,
 ) -> Result<Response, ApiError> {
-    let module_bytes_max = gateway.runtime.config.limits_of(tenant).module_bytes_max;
     let is_wasm = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(b"application/wasm"));
-    // The body counts as held until the deploy is over.
-    let (wasm, settings, held) = if is_wasm {
-        let wasm = body::read(gateway, tenant, body, module_bytes_max).await.map_err(as_module)?;
+    // What it takes on disk counts until the deploy is over.
+    let (wasm, settings, share) = if is_wasm {
         let query = query.map_err(|e| ApiError::bad_request("invalid_args", e.to_string()))?;
         *name = query
             .name
@@ -300,9 +318,10 @@ async fn deploy_for(
                 .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
             None => SettingsRequest::default(),
         };
-        (wasm.bytes.clone(), settings, wasm)
+        let (wasm, share) = upload::receive(gateway, tenant, body).await?;
+        (wasm, settings, Some(share))
     } else {
-        let bytes_max = grown(module_bytes_max);
+        let bytes_max = grown(gateway.runtime.config.limits_of(tenant).module_bytes_max.min(JSON_MODULE_BYTES_MAX));
         let json = body::read(gateway, tenant, body, bytes_max).await.map_err(as_module)?;
         let request: DeployRequest = serde_json::from_slice(&json.bytes)
             .map_err(|e| ApiError::bad_request("invalid_json", format!("the request body: {e}")))?;
@@ -310,20 +329,24 @@ async fn deploy_for(
         let wasm = BASE64
             .decode(request.wasm_b64.as_bytes())
             .map_err(|e| ApiError::bad_request("invalid_base64", format!("wasm_b64: {e}")))?;
-        (Bytes::from(wasm), request.settings, json)
+        let mut upload = gateway.runtime.upload(tenant)?;
+        upload.write(&wasm).await?;
+        drop(json);
+        (upload.finish().await?, request.settings, None)
     };
     let (runtime, tenant, deployed_name) = (gateway.runtime.clone(), tenant.to_owned(), name.clone());
     // Not on this thread: it compiles and syncs files. Not tied to this connection either: once the module is here, a
     // client that leaves does not undo the deploy.
     let work = async move {
         let deployed = runtime.deploy(&tenant, &deployed_name, wasm, settings.into()).await;
-        drop(held);
+        drop(share);
         deployed
     };
     let deployed = gateway.runtime.background().spawn(work).await;
     let deployed = deployed.map_err(internal)??;
-    let status = StatusCode::CREATED;
-    Ok((status, Json(FunctionView::of(&deployed.function))).into_response())
+    let compiled = deployed.cost.map(|CompileCost { wall_ms, cpu_ms }| CompiledView { wall_ms, cpu_ms });
+    let view = DeployedView { function: FunctionView::of(&deployed.function), compiled };
+    Ok((StatusCode::CREATED, Json(view)).into_response())
 }
 
 fn grown(module_bytes_max: usize) -> usize {
@@ -336,7 +359,7 @@ fn grown(module_bytes_max: usize) -> usize {
 fn as_module(mut error: ApiError) -> ApiError {
     if error.kind == "body_too_large" {
         error.kind = "module_too_large";
-        error.message.push_str(" ([limits] module_bytes_max)");
+        error.message.push_str(" ([limits] module_bytes_max; as application/wasm a module is not held in memory)");
     }
     error
 }

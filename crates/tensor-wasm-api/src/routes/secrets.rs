@@ -33,7 +33,8 @@ pub(crate) async fn set(
         let body = body::read(&gateway, &tenant, body, bytes_max).await.map_err(as_secret)?;
         let value = Secret::new(&body.bytes);
         secrets::wipe(body.bytes);
-        let (runtime, tenant, f, key, value) = (gateway.runtime.clone(), tenant.clone(), f.clone(), key.clone(), value?);
+        let (runtime, tenant, f, key, value) =
+            (gateway.runtime.clone(), tenant.clone(), f.clone(), key.clone(), value?);
         let work = async move { runtime.set_secret(&tenant, &f, &key, value).await };
         gateway.runtime.background().spawn(work).await.map_err(internal)??;
         Ok(empty(StatusCode::NO_CONTENT))

@@ -1,9 +1,13 @@
 #![expect(clippy::print_stdout, reason = "the deployed function is the command's result")]
 
-use std::io::{IsTerminal, Read};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{IsTerminal, Read, Seek};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value};
@@ -11,6 +15,13 @@ use serde_json::{Map, Value};
 use crate::client::{Client, segment};
 use crate::table::{field, print_json, short};
 use crate::{Ended, Failed, Global};
+
+/// Compilations shorter than this are not worth a line.
+const NOTED_MS_MIN: u64 = 1_000;
+
+/// Without a terminal, the first line about progress comes after this long, and then one every so often.
+const LINE_AFTER: Duration = Duration::from_secs(2);
+const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Deploy a module or component as a function.
 ///
@@ -26,13 +37,13 @@ pub(crate) struct Deploy {
     #[arg(long, overrides_with = "no_reuse")]
     reuse: bool,
     /// A fresh instance for every call.
-    #[arg(long)]
+    #[arg(long, overrides_with = "reuse")]
     no_reuse: bool,
     /// Let it be called over HTTP without a token.
     #[arg(long, overrides_with = "no_public")]
     public: bool,
     /// Let it be called with a token only.
-    #[arg(long)]
+    #[arg(long, overrides_with = "public")]
     no_public: bool,
     /// Stop calls after this long, if that is sooner than the tenant's limit; `default`: the tenant's.
     #[arg(long, value_name = "N|default", value_parser = number_or_default)]
@@ -44,7 +55,7 @@ pub(crate) struct Deploy {
     #[arg(long, overrides_with = "no_gpu")]
     gpu: bool,
     /// Deny it the GPU.
-    #[arg(long)]
+    #[arg(long, overrides_with = "gpu")]
     no_gpu: bool,
     /// Where a core module's linear memory comes from: `pinned` is seen by the GPU in place. Needs --gpu.
     #[arg(long, value_name = "KIND", value_parser = ["pooled", "pinned"])]
@@ -70,15 +81,16 @@ fn number_or_default(text: &str) -> Result<NumberOrDefault, String> {
 
 impl Deploy {
     pub(crate) fn execute(self, global: &Global) -> Ended {
-        let wasm = std::fs::read(&self.file).map_err(|e| Failed::Usage(format!("{}: {e}", self.file.display())))?;
-        let wasm = tensor_wasm_exec::local::binary(&wasm)
-            .map_err(|e| Failed::Usage(format!("{}: {e}", self.file.display())))?;
+        let (wasm, bytes) = open(&self.file)?;
         let settings = self.settings()?;
-        let path = format!("/functions?name={}&settings={}", segment(&self.name), segment(&Value::Object(settings).to_string()));
-        let bytes = wasm.len() as u64;
+        let path = format!(
+            "/functions?name={}&settings={}",
+            segment(&self.name),
+            segment(&Value::Object(settings).to_string())
+        );
         let progress = Progress::new(bytes);
-        let answer = Client::new(global).upload(&path, bytes, Uploading { bytes: &wasm, progress: &progress });
-        progress.bar.finish_and_clear();
+        let answer = Client::new(global).upload(&path, bytes, Uploading { wasm, progress: &progress });
+        progress.end();
         let function = answer?;
         if global.json {
             print_json(&function);
@@ -90,6 +102,10 @@ impl Deploy {
             field(&function, "kind"),
             short(&field(&function, "revision"))
         );
+        if let Some(wall_ms) = function["compiled"]["wall_ms"].as_u64().filter(|ms| *ms >= NOTED_MS_MIN) {
+            let cpu_ms = function["compiled"]["cpu_ms"].as_u64().unwrap_or(0);
+            println!("compiled in {:.1} s ({:.1} s of CPU time)", wall_ms as f64 / 1e3, cpu_ms as f64 / 1e3);
+        }
         match function["url"].as_str() {
             Some(url) => println!("{}{url}", global.server.trim_end_matches('/')),
             None if field(&function, "kind").ends_with("_exports") => {
@@ -138,40 +154,104 @@ impl Deploy {
     }
 }
 
-/// Bytes sent, then a spinner while the server compiles. Silent where stderr is no terminal.
+/// The module to send and its size. A binary is read as it is sent; text is converted first.
+fn open(path: &Path) -> Result<(Box<dyn Read>, u64), Failed> {
+    let wrong = |e: &dyn std::fmt::Display| Failed::Usage(format!("{}: {e}", path.display()));
+    let mut file = File::open(path).map_err(|e| wrong(&e))?;
+    let metadata = file.metadata().map_err(|e| wrong(&e))?;
+    let mut magic = [0; 4];
+    // A pipe can be read once and has no size.
+    if metadata.is_file() && file.read_exact(&mut magic).is_ok() && magic == *b"\0asm" {
+        file.rewind().map_err(|e| wrong(&e))?;
+        return Ok((Box::new(file), metadata.len()));
+    }
+    let text = std::fs::read(path).map_err(|e| wrong(&e))?;
+    let wasm = tensor_wasm_exec::local::binary(&text).map_err(|e| wrong(&e))?.into_owned();
+    let bytes = wasm.len() as u64;
+    Ok((Box::new(std::io::Cursor::new(wasm)), bytes))
+}
+
+/// Bytes sent, then how long the server has been compiling. On a terminal a bar and a spinner; elsewhere lines on stderr,
+/// and those only where it takes long enough to wonder.
 struct Progress {
     bar: ProgressBar,
+    bytes: u64,
+    lines: Option<Lines>,
+}
+
+/// Lines for where there is no terminal, written by a thread of their own.
+struct Lines {
+    /// Becomes true when all bytes are sent.
+    sent: Arc<AtomicBool>,
+    /// Dropped at the end, which ends the thread.
+    end: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Progress {
     fn new(bytes: u64) -> Progress {
         if !std::io::stderr().is_terminal() {
-            return Progress { bar: ProgressBar::hidden() };
+            return Progress { bar: ProgressBar::hidden(), bytes, lines: Some(Lines::start(bytes)) };
         }
         let bar = ProgressBar::new(bytes);
         let style = ProgressStyle::with_template("uploading {bar:30} {bytes}/{total_bytes}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Progress { bar }
+        Progress { bar, bytes, lines: None }
     }
 
     fn sent(&self, bytes: usize) {
         self.bar.inc(bytes as u64);
-        if self.bar.length() == Some(self.bar.position()) {
-            let style = ProgressStyle::with_template("{spinner} compiling, {elapsed}");
-            self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
-            self.bar.enable_steady_tick(Duration::from_millis(100));
+        if self.bar.position() < self.bytes {
+            return;
+        }
+        match &self.lines {
+            Some(lines) => lines.sent.store(true, Ordering::Relaxed),
+            None => {
+                // The clock of the spinner is the compilation's, not the upload's.
+                self.bar.reset_elapsed();
+                let style = ProgressStyle::with_template("{spinner} compiling, {elapsed}");
+                self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
+                self.bar.enable_steady_tick(Duration::from_millis(100));
+            }
+        }
+    }
+
+    fn end(mut self) {
+        self.bar.finish_and_clear();
+        if let Some(mut lines) = self.lines.take() {
+            drop(lines.end.take());
+            let _ = lines.thread.take().map(JoinHandle::join);
         }
     }
 }
 
+impl Lines {
+    fn start(bytes: u64) -> Lines {
+        let sent = Arc::<AtomicBool>::default();
+        let (end, ended) = mpsc::channel();
+        let seen = sent.clone();
+        let write = move || {
+            let begun = Instant::now();
+            let mut wait = LINE_AFTER;
+            while ended.recv_timeout(wait) == Err(mpsc::RecvTimeoutError::Timeout) {
+                let doing = if seen.load(Ordering::Relaxed) { "compiling" } else { "uploading" };
+                eprintln!("{doing} {:.1} MB, {} s", bytes as f64 / 1e6, begun.elapsed().as_secs());
+                wait = LINE_EVERY;
+            }
+        };
+        let thread = std::thread::Builder::new().name("progress".to_owned()).spawn(write).ok();
+        Lines { sent, end: Some(end), thread }
+    }
+}
+
 struct Uploading<'a> {
-    bytes: &'a [u8],
+    wasm: Box<dyn Read>,
     progress: &'a Progress,
 }
 
 impl Read for Uploading<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let read = self.bytes.read(buffer)?;
+        let read = self.wasm.read(buffer)?;
         self.progress.sent(read);
         Ok(read)
     }

@@ -29,10 +29,7 @@ impl Revisions {
             let traffic = format!("{:.0} %", r["traffic_percent"].as_f64().unwrap_or(0.0));
             let state = if r["quarantined"].is_null() { "good" } else { "quarantined" };
             let before = revisions.get(at + 1).unwrap_or(&none);
-            let bytes = match r["source"] == before["source"] {
-                true => "same".to_owned(),
-                false => field(r, "bytes"),
-            };
+            let bytes = if r["source"] == before["source"] { "same".to_owned() } else { field(r, "bytes") };
             vec![
                 short(&field(r, "revision")),
                 traffic,

@@ -20,11 +20,11 @@ const VALUE_BYTES_MAX: u64 = 1 << 20;
 #[derive(clap::Args)]
 pub(crate) struct Secret {
     #[command(subcommand)]
-    command: Command,
+    command: SecretCommand,
 }
 
 #[derive(Subcommand)]
-enum Command {
+enum SecretCommand {
     /// Set a secret; calls that begin afterwards see it.
     ///
     /// The value is read from stdin (asked for without echo on a terminal), so that it is in no shell history and no list
@@ -56,7 +56,7 @@ impl Secret {
     pub(crate) fn execute(self, global: &Global) -> Ended {
         let client = Client::new(global);
         match self.command {
-            Command::Set { name, key, value_file } => {
+            SecretCommand::Set { name, key, value_file } => {
                 let value = match value_file {
                     Some(file) => {
                         std::fs::read(&file).map_err(|e| Failed::Usage(format!("{}: {e}", file.display())))?
@@ -66,7 +66,7 @@ impl Secret {
                 client.put(&path(&name, &key), &value)?;
                 println!("set {key} of {name}");
             }
-            Command::List { name } => {
+            SecretCommand::List { name } => {
                 let names = client.get(&format!("/functions/{}/secrets", segment(&name)))?;
                 if global.json {
                     print_json(&names);
@@ -76,7 +76,7 @@ impl Secret {
                     }
                 }
             }
-            Command::Delete { name, key } => {
+            SecretCommand::Delete { name, key } => {
                 client.delete(&path(&name, &key))?;
                 println!("deleted {key} of {name}");
             }

@@ -302,6 +302,139 @@ fn functions_that_need_the_gpu_and_kernel_modules_are_told_so() {
 }
 
 #[test]
+fn a_long_compilation_shows_progress_and_its_cost() {
+    use std::io::{BufRead, BufReader, Read, Write};
+    let server = Server::start();
+    let deployed = server.deploy("typed", "typed.wasm");
+    assert!(deployed["compiled"]["cpu_ms"].as_u64().unwrap() > 0, "{deployed}");
+    assert!(server.deploy("again", "typed.wasm")["compiled"].is_null(), "compiled once");
+
+    // A server that takes its time over it.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let slow = std::thread::spawn(move || {
+        let mut stream = BufReader::new(listener.accept().unwrap().0);
+        let mut length = 0;
+        for line in stream.by_ref().lines().map_while(Result::ok).take_while(|line| !line.is_empty()) {
+            let value = line.to_ascii_lowercase().strip_prefix("content-length: ").map(|n| n.parse::<usize>().unwrap());
+            length = value.unwrap_or(length);
+        }
+        stream.read_exact(&mut vec![0; length]).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(2600));
+        let body =
+            r#"{"name":"f","kind":"core_exports","revision":"0123","compiled":{"wall_ms":11200,"cpu_ms":20100}}"#;
+        let head =
+            format!("HTTP/1.1 201 Created\r\ncontent-type: application/json\r\ncontent-length: {}\r\n", body.len());
+        stream.get_mut().write_all(format!("{head}connection: close\r\n\r\n{body}").as_bytes()).unwrap();
+    });
+    let math = crate::support::guest("math.wasm");
+    let output = crate::support::tensor_wasm(&["--server", &url, "deploy", math.to_str().unwrap(), "--name", "f"]);
+    slow.join().unwrap();
+    let (out, err) = (crate::support::stdout(&output), crate::support::stderr(&output));
+    assert!(output.status.success(), "{err}");
+    assert!(err.contains("compiling 0.0 MB, 2 s\n"), "{err}");
+    assert!(out.contains("compiled in 11.2 s (20.1 s of CPU time)"), "{out}");
+    // What is quick says nothing but its result.
+    let quick = server.cli(&["deploy", math.to_str().unwrap(), "--name", "f"]);
+    assert_eq!(crate::support::stderr(&quick), "");
+}
+
+/// A module that does little and has this many bytes: the rest is a custom section.
+fn padded(bytes: usize) -> Vec<u8> {
+    let mut wasm = wat::parse_str(ONE).unwrap();
+    // Its size, the name's length and the name, then the rest of the section.
+    let content = bytes - wasm.len() - 6;
+    wasm.push(0);
+    let mut left = content;
+    for _ in 0..4 {
+        wasm.push((left & 0x7f) as u8 | 0x80);
+        left >>= 7;
+    }
+    wasm.push(left as u8);
+    wasm.extend([3, b'p', b'a', b'd']);
+    wasm.resize(bytes, 0x5a);
+    wasm
+}
+
+fn peak_kib(server: &Server) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_large_module_is_streamed_to_disk() {
+    const BYTES: usize = 200 << 20;
+    let server = Server::with(Options::config(&format!("[limits]\nmodule_bytes_max = {BYTES}\n")));
+    // Whatever the first deploy needs is needed once.
+    server.deploy_wat("small", TWO).ok();
+    let before = peak_kib(&server);
+    let wasm = padded(BYTES);
+    server.deploy_bytes("large", &wasm).ok();
+    assert_eq!(server.invoke("large", "{}").result(), 1);
+    let grown = peak_kib(&server).saturating_sub(before);
+    assert!(grown < 48 << 10, "a deploy of {} MiB took {} MiB of memory", BYTES >> 20, grown >> 10);
+    let revision = &server.get("/functions/large/revisions").ok()[0];
+    assert_eq!(revision["source"], blake3::hash(&wasm).to_hex().as_str());
+    assert_eq!(revision["bytes"], BYTES);
+    // Deploying it again finds it, and a byte more is too much: said before it is sent.
+    server.deploy_bytes("again", &wasm).ok();
+    assert_eq!(walk(&server.data.path().join("sources")).len(), 2);
+    let mut stream = server.connect();
+    let head = "POST /functions?name=x HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\n";
+    crate::support::send(&mut stream, &format!("{head}content-length: {}\r\n\r\n", BYTES + 1));
+    let mut answer = [0; 12];
+    std::io::Read::read_exact(&mut stream, &mut answer).unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 413");
+    assert_eq!(walk(&server.data.path().join("tmp")), Vec::<String>::new());
+}
+
+#[test]
+fn an_upload_that_breaks_off_leaves_nothing() {
+    let server = Server::start();
+    let tmp = server.data.path().join("tmp");
+    let begin = || {
+        let mut stream = server.connect();
+        let head = "POST /functions?name=x HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\n";
+        crate::support::send(&mut stream, &format!("{head}content-length: 30000000\r\n\r\n"));
+        std::io::Write::write_all(&mut stream, &vec![7; 1_000_000]).unwrap();
+        stream
+    };
+    let stream = begin();
+    wait_until("its scratch file", || !walk(&tmp).is_empty());
+    drop(stream);
+    wait_until("the scratch file to go", || walk(&tmp).is_empty());
+    // And if the server breaks off, the next one cleans up.
+    let _stream = begin();
+    wait_until("its scratch file", || !walk(&tmp).is_empty());
+    let data = server.kill();
+    assert!(!walk(&data.path().join("tmp")).is_empty());
+    let server = Server::with(Options::default().data(&data));
+    assert_eq!(walk(&server.data.path().join("tmp")), Vec::<String>::new());
+    assert_eq!(server.get("/functions").ok(), serde_json::json!([]));
+}
+
+#[test]
+fn uploads_of_a_tenant_are_bounded_together() {
+    let server = Server::with(Options::config("[limits]\nuploads_bytes_max = 1000000\n"));
+    let begin = |bytes: usize| {
+        let mut stream = server.connect();
+        let head = "POST /functions?name=x HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\n";
+        crate::support::send(&mut stream, &format!("{head}content-length: {bytes}\r\n\r\n"));
+        std::io::Write::write_all(&mut stream, &[7; 1000]).unwrap();
+        stream
+    };
+    // One of any size may always run; the next has to fit beside it.
+    let stream = begin(5_000_000);
+    wait_until("its scratch file", || !walk(&server.data.path().join("tmp")).is_empty());
+    let wasm = wat::parse_str(ONE).unwrap();
+    let message = server.deploy_bytes("f", &wasm).refused(429, "tenant_capacity_exhausted");
+    assert!(message.contains("uploads_bytes_max"), "{message}");
+    drop(stream);
+    wait_until("the upload to be over", || server.deploy_bytes("f", &wasm).status == 201);
+}
+
+#[test]
 fn bad_uploads_are_refused_with_their_reason_and_leave_nothing() {
     let server = Server::with(Options::config("[limits]\nmodule_bytes_max = 200000\nmemory_bytes_max = 1048576\n"));
     let hello = guest_bytes("hello.wasm");

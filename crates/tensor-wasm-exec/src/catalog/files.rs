@@ -120,7 +120,8 @@ impl Files {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let target = self.quarantine_path(&name);
         let moved = fs::rename(path, &target);
-        let noted = write_private(&target.with_added_extension("reason"), format!("{}: {why}\n", path.display()).as_bytes());
+        let noted =
+            write_private(&target.with_added_extension("reason"), format!("{}: {why}\n", path.display()).as_bytes());
         if let Err(e) = moved.and(noted) {
             tracing::error!(file = %path.display(), error = %e, "could not move a damaged file into the quarantine");
         }

@@ -9,6 +9,7 @@ pub mod record;
 pub mod secrets;
 pub mod settings;
 pub(crate) mod store;
+pub mod upload;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,14 +20,13 @@ use parking_lot::{Mutex, RwLock};
 use rand::Rng;
 
 pub(crate) use self::files::{Files, hash as hash_of_file, write_private};
-pub use self::record::{
-    Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Share, SourceHash, check_name,
-};
+pub use self::record::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Share, SourceHash, check_name};
+use self::secrets::{OpenSecrets, Vault};
 pub use self::secrets::{Secret, SecretsKey};
 pub use self::settings::{MemoryKind, Settings, SettingsPatch};
 pub use self::store::StoreError;
-use self::secrets::{OpenSecrets, Vault};
 use self::store::{Change, Read, Store, Table};
+use self::upload::Uploaded;
 use crate::HashMap;
 use crate::config::Limits;
 use crate::failure::Rejection;
@@ -206,6 +206,10 @@ impl Catalog {
                 secrets: OpenSecrets::default(),
             });
             record.traffic = vec![Share { revision: revision.revision.clone(), weight: 1 }];
+            // Its bytes are there again, whole: also for the other revisions that have them.
+            for r in record.revisions.iter_mut().filter(|r| r.source == revision.source) {
+                r.quarantined = None;
+            }
             // Deploying the newest once more changes nothing, its time included.
             match record.revisions.iter().position(|r| r.revision == revision.revision) {
                 Some(at) if at + 1 == record.revisions.len() => {
@@ -213,7 +217,9 @@ impl Catalog {
                     record.revisions[at] = revision;
                 }
                 known => {
-                    known.map(|at| record.revisions.remove(at));
+                    if let Some(at) = known {
+                        record.revisions.remove(at);
+                    }
                     record.revisions.push(revision);
                 }
             }
@@ -386,17 +392,15 @@ impl Catalog {
         }
     }
 
-    /// Writes a source (if it is not there, whole) and keeps it until the guard drops.
-    pub(crate) fn pin_source(&self, source: &SourceHash, wasm: &[u8]) -> Result<Pinned<'_>, Rejection> {
-        let mut references = self.references.lock();
-        references.entry(source.clone()).or_default().count += 1;
+    /// Moves an upload to where its hash belongs (if it is not there, whole) and keeps it until the guard drops.
+    pub(crate) fn pin_source(&self, upload: &Uploaded) -> Result<Pinned<'_>, Rejection> {
+        let source = upload.source();
+        self.references.lock().entry(source.clone()).or_default().count += 1;
         let pinned = Pinned { catalog: self, source: source.clone() };
-        let there = self.check_source(source).is_ok();
-        drop(references);
-        if !there {
-            self.files
-                .write(&self.files.source(source), wasm)
-                .map_err(|e| Rejection::Storage { why: e.to_string() })?;
+        // Not under the lock: hashing a gigabyte takes a second. It is referred to, so it stays.
+        if self.check_source(source).is_err() {
+            let installed = self.files.install(upload.path(), &self.files.source(source));
+            installed.map_err(|e| Rejection::Storage { why: e.to_string() })?;
         }
         Ok(pinned)
     }
@@ -692,8 +696,8 @@ mod tests {
     use super::*;
 
     /// A data directory as the version before wrote it, when a revision was the hash of its bytes.
-    #[tokio::test(flavor = "multi_thread")]
-    async fn a_data_directory_of_the_version_before_opens() {
+    #[test]
+    fn a_data_directory_of_the_version_before_opens() {
         let dir = tempfile::tempdir().unwrap();
         let source = SourceHash::of(b"bytes");
         let old = serde_json::json!({
@@ -726,7 +730,8 @@ mod tests {
         check(&catalog.resolve("default", "f").unwrap());
         // Any change writes it in today's form, under the id it has now.
         let now = catalog.resolve("default", "f").unwrap().traffic[0].revision.as_str().to_owned();
-        catalog.set_traffic("default", "f", &[(now, 2)]).await.unwrap();
+        let threads = tokio::runtime::Runtime::new().unwrap();
+        threads.block_on(catalog.set_traffic("default", "f", &[(now, 2)])).unwrap();
         drop(catalog);
         check(&reopened().0.resolve("default", "f").unwrap());
         // And the manifest alone is enough.

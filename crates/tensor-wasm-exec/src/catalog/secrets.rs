@@ -31,6 +31,10 @@ const NONCE_BYTES: usize = 24;
 const KEY_CHECK: &str = "\0key-check";
 const KEY_CHECK_TEXT: &[u8] = b"tensor-wasm";
 
+const NO_KEY: &str = "this server keeps no secrets, because it was given no key to seal them with: its operator sets \
+                      TENSOR_WASM_SECRETS_KEY (32 bytes, as `openssl rand -hex 32` prints them) or [server] \
+                      secrets_key_file";
+
 /// The key that secrets are sealed with. Never printed.
 pub struct SecretsKey(Zeroizing<[u8; KEY_BYTES]>);
 
@@ -118,11 +122,7 @@ impl Vault {
 
     /// The change that stores a value, and the row that recognises the key.
     pub(crate) fn put(&self, function: &FunctionRecord, key: &str, value: &Secret) -> Result<Vec<Change>, Rejection> {
-        let refused = || Rejection::Conflict {
-            why: "this server keeps no secrets, because it was given no key to seal them with: its operator sets \
-                  TENSOR_WASM_SECRETS_KEY (32 bytes, as `openssl rand -hex 32` prints them) or [server] secrets_key_file"
-                .to_owned(),
-        };
+        let refused = || Rejection::Conflict { why: NO_KEY.to_owned() };
         let cipher = self.cipher.as_ref().ok_or_else(refused)?;
         let sealed = seal(cipher, value.expose().as_bytes(), &associated(function, key))?;
         let check = seal(cipher, KEY_CHECK_TEXT, b"")?;

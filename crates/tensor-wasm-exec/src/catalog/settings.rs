@@ -137,11 +137,8 @@ mod tests {
             env: [("A".to_owned(), None), ("C".to_owned(), Some("3".to_owned()))].into(),
             ..SettingsPatch::default()
         };
-        let expected = Settings {
-            memory: MemoryKind::Pinned,
-            env: env(&[("B", "2"), ("C", "3")]),
-            ..Settings::default()
-        };
+        let expected =
+            Settings { memory: MemoryKind::Pinned, env: env(&[("B", "2"), ("C", "3")]), ..Settings::default() };
         assert_eq!(patch.over(&serving), expected);
         let cleared = SettingsPatch { clears_env: true, ..SettingsPatch::default() }.over(&serving);
         assert!(cleared.env.is_empty() && cleared.public);

@@ -11,7 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -49,8 +49,16 @@ pub struct Order {
 /// What it answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Answer {
-    Compiled { kind: Kind, flavor: Flavor, memory_bytes_min: u64 },
+    Compiled { kind: Kind, flavor: Flavor, memory_bytes_min: u64, cost: CompileCost },
     Refused { why: String },
+}
+
+/// What a compilation took, in its worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompileCost {
+    pub wall_ms: u64,
+    /// On all cores together.
+    pub cpu_ms: u64,
 }
 
 /// A module or component found fit to compile.
@@ -58,6 +66,7 @@ pub enum Answer {
 pub(crate) struct Compiled {
     pub kind: Kind,
     pub flavor: Flavor,
+    pub cost: CompileCost,
 }
 
 pub struct Compiler {
@@ -152,7 +161,7 @@ async fn install(
             let bytes_max = limits.memory_bytes_max;
             return Err(Rejection::ModuleMemoryTooLarge { bytes: memory_bytes_min, bytes_max }.into());
         }
-        Answer::Compiled { kind, flavor, .. } => Compiled { kind, flavor },
+        Answer::Compiled { kind, flavor, cost, .. } => Compiled { kind, flavor, cost },
     };
     let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
     let engine = engines.id(compiled.flavor, memory);
@@ -223,46 +232,54 @@ fn execute(order: &Order) -> Answer {
 }
 
 fn try_execute(order: &Order) -> Result<Answer, String> {
+    let (begun, cpu_begun) = (Instant::now(), cpu_time());
     let source = std::fs::read(&order.source).map_err(|e| format!("{}: {e}", order.source.display()))?;
     let shape = shape_of(&source)?;
     let settings = compiler_config(&order.engine, shape.flavor, order.memory);
     let engine = wasmtime::Engine::new(&settings).map_err(|e| format!("{e:#}"))?;
-    let code = match shape.component {
-        true => engine.precompile_component(&source),
-        false => engine.precompile_module(&source),
-    }
-    .map_err(|e| format!("{e:#}"))?;
-    let kind = match shape.component {
-        // SAFETY: these bytes were produced by Wasmtime on the line above and went through no file.
-        #[expect(unsafe_code, reason = "reading back what was just compiled, to look at its exports")]
-        true => component_kind(&unsafe { Component::deserialize(&engine, &code) }.map_err(|e| format!("{e:#}"))?),
-        false if shape.exports_start => Kind::CoreCommand,
-        false => Kind::CoreExports,
-    };
+    let code = if shape.component { engine.precompile_component(&source) } else { engine.precompile_module(&source) };
+    let code = code.map_err(|e| format!("{e:#}"))?;
     write_private(&order.output, &code).map_err(|e| format!("{}: {e}", order.output.display()))?;
-    Ok(Answer::Compiled { kind, flavor: shape.flavor, memory_bytes_min: shape.memory_bytes_min })
+    let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+    let cost = CompileCost { wall_ms: millis(begun.elapsed()), cpu_ms: millis(cpu_time().saturating_sub(cpu_begun)) };
+    let Shape { kind, flavor, memory_bytes_min, .. } = shape;
+    Ok(Answer::Compiled { kind, flavor, memory_bytes_min, cost })
+}
+
+/// CPU time of this process so far, all threads together.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 struct Shape {
     component: bool,
+    kind: Kind,
     flavor: Flavor,
-    exports_start: bool,
     /// The largest memory any of its modules starts with.
     memory_bytes_min: u64,
 }
 
-/// Looks at a binary before compiling it. Messages name what is wrong and where.
+/// Looks at a binary before compiling it. Messages name what is wrong and where. Code is left alone: Wasmtime validates
+/// it on all cores while it compiles, and here it would take a quarter as long again on one (`docs/DESIGN.md`).
 fn shape_of(source: &[u8]) -> Result<Shape, String> {
     use wasmparser::{Encoding, Parser, Payload, Validator, WasmFeatures};
     if !source.starts_with(b"\0asm") {
         return Err("it does not begin with the WebAssembly magic number".to_owned());
     }
-    let mut shape = Shape { component: false, flavor: Flavor::Plain, exports_start: false, memory_bytes_min: 0 };
+    let mut shape = Shape { component: false, kind: Kind::CoreExports, flavor: Flavor::Plain, memory_bytes_min: 0 };
+    let mut without_async = Validator::new_with_features(WasmFeatures::default().difference(WasmFeatures::CM_ASYNC));
+    let mut needs_async = false;
     let mut depth = 0_usize;
     for payload in Parser::new(0).parse_all(source) {
-        match payload.map_err(|e| e.to_string())? {
+        let payload = payload.map_err(|e| e.to_string())?;
+        // Once it has failed, its state means nothing.
+        needs_async = needs_async || without_async.payload(&payload).is_err();
+        match payload {
             Payload::Version { encoding, .. } => {
-                shape.component |= depth == 0 && encoding == Encoding::Component;
+                if depth == 0 && encoding == Encoding::Component {
+                    (shape.component, shape.kind) = (true, Kind::ComponentExports);
+                }
                 depth += 1;
             }
             Payload::End(_) => depth -= 1,
@@ -282,33 +299,30 @@ fn shape_of(source: &[u8]) -> Result<Shape, String> {
             }
             Payload::ExportSection(exports) if depth == 1 => {
                 for export in exports {
-                    shape.exports_start |= export.map_err(|e| e.to_string())?.name == "_start";
+                    if export.map_err(|e| e.to_string())?.name == "_start" {
+                        shape.kind = Kind::CoreCommand;
+                    }
+                }
+            }
+            Payload::ComponentExportSection(exports) if depth == 1 => {
+                for export in exports {
+                    let export = export.map_err(|e| e.to_string())?;
+                    // A handler may have a `run` besides; it is served as a handler.
+                    match export.name.name.split('@').next() {
+                        Some("wasi:http/incoming-handler" | "wasi:http/handler") => shape.kind = Kind::HttpHandler,
+                        Some("wasi:cli/run") if shape.kind != Kind::HttpHandler => shape.kind = Kind::ComponentCommand,
+                        _ => {}
+                    }
                 }
             }
             _ => {}
         }
     }
-    if shape.component {
-        let without_async = WasmFeatures::default().difference(WasmFeatures::CM_ASYNC);
-        if Validator::new_with_features(without_async).validate_all(source).is_err() {
-            shape.flavor = Flavor::Concurrent;
-        }
+    // What is not valid at all fails on the other engine, with the compiler's own words.
+    if shape.component && needs_async {
+        shape.flavor = Flavor::Concurrent;
     }
     Ok(shape)
-}
-
-fn component_kind(component: &Component) -> Kind {
-    let engine = component.engine();
-    let ty = component.component_type();
-    let names: Vec<&str> = ty.exports(engine).map(|(name, _)| name).collect();
-    let exports = |interface: &str| names.iter().any(|name| name.split('@').next() == Some(interface));
-    if exports("wasi:http/incoming-handler") || exports("wasi:http/handler") {
-        Kind::HttpHandler
-    } else if exports("wasi:cli/run") {
-        Kind::ComponentCommand
-    } else {
-        Kind::ComponentExports
-    }
 }
 
 fn clip(message: &str) -> String {
@@ -398,7 +412,7 @@ mod tests {
             memory: MemoryKind::Pooled,
             time_ms_max: 1000,
         };
-        let Answer::Compiled { kind, flavor, memory_bytes_min } = execute(&order) else { panic!("should compile") };
+        let Answer::Compiled { kind, flavor, memory_bytes_min, .. } = execute(&order) else { panic!("should compile") };
         assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));
         // SAFETY: produced by `execute` above.
         #[expect(unsafe_code, reason = "the point of the test")]

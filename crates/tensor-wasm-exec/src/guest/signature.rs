@@ -27,27 +27,27 @@ pub struct ExportSignature {
     pub results: Vec<String>,
 }
 
-enum Code<'a> {
+enum LinkedCode<'a> {
     Module(&'a Module),
     Component(&'a Component),
 }
 
-fn code(entry: &Entry) -> Code<'_> {
+fn code(entry: &Entry) -> LinkedCode<'_> {
     match entry {
-        Entry::Core { pre, .. } | Entry::CoreCommand(pre) => Code::Module(pre.module()),
-        Entry::Component { pre, .. } => Code::Component(pre.component()),
-        Entry::CommandP2(pre) => Code::Component(pre.instance_pre().component()),
-        Entry::CommandP3(pre) => Code::Component(pre.instance_pre().component()),
-        Entry::HttpP2(pre) => Code::Component(pre.instance_pre().component()),
-        Entry::HttpP3(pre) => Code::Component(pre.instance_pre().component()),
+        Entry::Core { pre, .. } | Entry::CoreCommand(pre) => LinkedCode::Module(pre.module()),
+        Entry::Component { pre, .. } => LinkedCode::Component(pre.component()),
+        Entry::CommandP2(pre) => LinkedCode::Component(pre.instance_pre().component()),
+        Entry::CommandP3(pre) => LinkedCode::Component(pre.instance_pre().component()),
+        Entry::HttpP2(pre) => LinkedCode::Component(pre.instance_pre().component()),
+        Entry::HttpP3(pre) => LinkedCode::Component(pre.instance_pre().component()),
     }
 }
 
 /// The functions a revision exports, at most [`EXPORTS_LISTED_MAX`].
 pub(crate) fn exports(entry: &Entry) -> Vec<ExportSignature> {
     match code(entry) {
-        Code::Module(module) => core_exports(module),
-        Code::Component(component) => component_exports(component),
+        LinkedCode::Module(module) => core_exports(module),
+        LinkedCode::Component(component) => component_exports(component),
     }
 }
 
@@ -76,15 +76,16 @@ fn component_exports(component: &Component) -> Vec<ExportSignature> {
 /// The first import by which a revision reaches the device, if it has one.
 pub(crate) fn gpu_import(entry: &Entry) -> Option<String> {
     match code(entry) {
-        Code::Module(module) => {
+        LinkedCode::Module(module) => {
             let mut modules = module.imports().map(|import| import.module().to_owned());
             modules.find(|name| name.starts_with("wasi:cuda/"))
         }
-        Code::Component(component) => {
+        LinkedCode::Component(component) => {
             let engine = component.engine();
             let ty = component.component_type();
             let uses = |item: &ComponentItem| matches!(item, ComponentItem::ComponentInstance(_));
-            let mut imports = ty.imports(engine).filter(|(_, import)| uses(&import.ty)).map(|(name, _)| name.to_owned());
+            let mut imports =
+                ty.imports(engine).filter(|(_, import)| uses(&import.ty)).map(|(name, _)| name.to_owned());
             imports.find(|name| name.starts_with("tensor-wasm:gpu/"))
         }
     }
@@ -136,7 +137,7 @@ impl fmt::Display for Shown<'_> {
             Type::Own(_) => "own<resource>",
             Type::Borrow(_) => "borrow<resource>",
             Type::List(list) => return write!(f, "list<{}>", Shown(&list.ty())),
-            Type::FixedLengthList(list) => return write!(f, "list<{}, {}>", Shown(&list.ty()), list.size()),
+            Type::FixedLengthList(list) => return write!(f, "list<{}, {}>", Shown(&list.ty()), list.len()),
             Type::Map(map) => return write!(f, "map<{}, {}>", Shown(&map.key()), Shown(&map.value())),
             Type::Option(option) => return write!(f, "option<{}>", Shown(&option.ty())),
             Type::Future(future) => return one_of("future", future.ty(), f),
