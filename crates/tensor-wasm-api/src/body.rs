@@ -107,21 +107,11 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
     }
     let expected = announced.min(bytes_max);
     let share = if expected > UNCOUNTED_BYTES { Some(gateway.bodies.share(tenant, expected)?) } else { None };
-    let mut body = Patient::new(body, gateway.body_idle());
     let mut first = None;
     let mut rest = BytesMut::new();
     let mut total = 0;
-    // A byte now and then is never a long pause; the body as a whole has a limit too.
-    let limit = gateway.body_limit();
-    let until = tokio::time::Instant::now() + limit;
-    let too_slow = |_| {
-        let message = format!("the request body was not there within {} ms ([server] body_ms_max)", limit.as_millis());
-        ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
-    };
-    while let Some(frame) = tokio::time::timeout_at(until, body.frame()).await.map_err(too_slow)? {
-        let frame =
-            frame.map_err(|e| ApiError::bad_request("invalid_body", format!("the request body broke off: {e}")))?;
-        let Ok(data) = frame.into_data() else { continue };
+    let mut pieces = Pieces::of(gateway, body);
+    while let Some(data) = pieces.next().await? {
         total += data.len();
         if total > bytes_max {
             return Err(too_large());
@@ -139,6 +129,40 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
     }
     let bytes = if rest.is_empty() { first.unwrap_or_default() } else { rest.freeze() };
     Ok(Whole { bytes, _share: share })
+}
+
+/// A body piece by piece, as it comes. Who sends too slowly is refused.
+pub(crate) struct Pieces {
+    body: Patient,
+    // A byte now and then is never a long pause; the body as a whole has a limit too.
+    limit: Duration,
+    until: tokio::time::Instant,
+}
+
+impl Pieces {
+    pub(crate) fn of(gateway: &Gateway, body: Body) -> Pieces {
+        let limit = gateway.body_limit();
+        let until = tokio::time::Instant::now() + limit;
+        Pieces { body: Patient::new(body, gateway.body_idle()), limit, until }
+    }
+
+    pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, ApiError> {
+        let limit_ms = self.limit.as_millis();
+        let too_slow = |_| {
+            let message = format!("the request body was not there within {limit_ms} ms ([server] body_ms_max)");
+            ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
+        };
+        loop {
+            let frame = tokio::time::timeout_at(self.until, self.body.frame()).await.map_err(too_slow)?;
+            let Some(frame) = frame else { return Ok(None) };
+            let frame =
+                frame.map_err(|e| ApiError::bad_request("invalid_body", format!("the request body broke off: {e}")))?;
+            // Trailers are not for us.
+            if let Ok(data) = frame.into_data() {
+                return Ok(Some(data));
+            }
+        }
+    }
 }
 
 /// A body as the routes get it. What a route leaves unread comes back when the route drops it, because a client that is

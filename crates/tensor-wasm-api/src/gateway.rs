@@ -25,6 +25,7 @@ use crate::metrics::HttpMetrics;
 use crate::routes::ClientAddress;
 use crate::routes::logs::Followers;
 use crate::trace::{TRACE_ID, TRACEPARENT, Trace};
+use crate::upload::Uploads;
 
 /// What the routes share.
 pub(crate) struct Gateway {
@@ -33,6 +34,7 @@ pub(crate) struct Gateway {
     pub metrics: HttpMetrics,
     pub audit: Audit,
     pub bodies: Arc<HeldBodies>,
+    pub uploads: Arc<Uploads>,
     /// Connections open now.
     pub open: AtomicUsize,
     pub cores: usize,

@@ -24,6 +24,7 @@ mod openapi;
 mod routes;
 mod server;
 mod trace;
+mod upload;
 
 pub use audit::Target as AuditTarget;
 pub use auth::{DEFAULT_TENANT, TENANT_HEADER, Tokens};

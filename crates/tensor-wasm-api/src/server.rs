@@ -116,6 +116,7 @@ impl Server {
             metrics,
             audit,
             bodies,
+            uploads: Default::default(),
             open: AtomicUsize::new(0),
             cores: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             exporting,

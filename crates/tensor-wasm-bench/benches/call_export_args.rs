@@ -15,7 +15,7 @@ fn call_export(c: &mut Criterion) {
     let (runtime, _) = Runtime::open(data.path(), Config::default(), None).unwrap();
     let threads = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let wasm = wat::parse_str(MODULE).unwrap();
-    threads.block_on(runtime.deploy("default", "f", wasm.into(), Default::default())).ok().unwrap();
+    threads.block_on(runtime.deploy_bytes("default", "f", &wasm, Default::default())).ok().unwrap();
     let call = async |export: &str, args: Value, expect: Value| {
         let invocation = Invocation {
             id: 1,

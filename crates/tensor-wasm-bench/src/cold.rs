@@ -76,7 +76,7 @@ fn fill(data: &Path, functions: usize, hello: &[u8]) -> anyhow::Result<()> {
     let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     threads.block_on(async {
         let deploy = async |name: String, wasm: Vec<u8>| {
-            let deployed = runtime.deploy("default", &name, wasm.into(), Default::default()).await;
+            let deployed = runtime.deploy_bytes("default", &name, &wasm, Default::default()).await;
             deployed.map(drop).map_err(|failure| anyhow::anyhow!("{failure}"))
         };
         deploy("hello".to_owned(), hello.to_vec()).await?;

@@ -19,7 +19,7 @@ pub(crate) fn compare() -> anyhow::Result<()> {
     let data = tempfile::tempdir()?;
     let (runtime, _) = Runtime::open(data.path(), Config::default(), None)?;
     let threads = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let deployed = threads.block_on(runtime.deploy("default", "empty", wasm.clone().into(), Default::default()));
+    let deployed = threads.block_on(runtime.deploy_bytes("default", "empty", &wasm, Default::default()));
     deployed.map_err(|failure| anyhow::anyhow!("{failure}"))?;
 
     let wasm_error = |e: wasmtime::Error| anyhow::anyhow!("{e:#}");

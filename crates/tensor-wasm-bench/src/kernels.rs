@@ -8,7 +8,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use tensor_wasm_exec::catalog::Settings;
+use tensor_wasm_exec::catalog::SettingsPatch;
 use tensor_wasm_exec::{Call, Config, Invocation, Output, Runtime};
 use tensor_wasm_gpu::{Buffer, Device, DeviceChoice, OpenOptions, Placement, TenantLimits};
 use tensor_wasm_launch::{Argument, KernelModule, Kernels, LaunchStream};
@@ -268,8 +268,8 @@ pub(crate) fn guest() -> anyhow::Result<()> {
     runtime.attach(device);
     let wasm = std::fs::read(root().join("target/guests/gpu-examples.wasm")).context("cargo xtask guests")?;
     let threads = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let settings = Settings { gpu: true, ..Settings::default() };
-    let deployed = threads.block_on(runtime.deploy("default", "gpu", wasm.into(), settings));
+    let settings = SettingsPatch { gpu: Some(true), ..SettingsPatch::default() };
+    let deployed = threads.block_on(runtime.deploy_bytes("default", "gpu", &wasm, settings));
     deployed.map_err(|failure| anyhow::anyhow!("{failure}"))?;
     const LAUNCHES: usize = 500;
     let guest = || {

@@ -45,6 +45,7 @@ enum Command {
     Revisions(OnServer<revisions::Revisions>),
     Rollback(OnServer<rollback::Rollback>),
     Split(OnServer<split::Split>),
+    Secret(OnServer<secret::Secret>),
     Delete(OnServer<delete::Delete>),
     Metrics(OnServer<metrics::Metrics>),
     Run(Here<run::Run>),
@@ -157,6 +158,7 @@ impl Cli {
             Command::Revisions(it) => it.command.execute(&global),
             Command::Rollback(it) => it.command.execute(&global),
             Command::Split(it) => it.command.execute(&global),
+            Command::Secret(it) => it.command.execute(&global),
             Command::Delete(it) => it.command.execute(&global),
             Command::Metrics(it) => it.command.execute(&global),
             Command::Run(it) => it.command.execute(),
@@ -213,6 +215,7 @@ impl Command {
             | Command::Revisions(OnServer { after, .. })
             | Command::Rollback(OnServer { after, .. })
             | Command::Split(OnServer { after, .. })
+            | Command::Secret(OnServer { after, .. })
             | Command::Delete(OnServer { after, .. })
             | Command::Metrics(OnServer { after, .. }) => after,
             Command::Serve(Here { after, .. })

@@ -62,6 +62,12 @@ impl Client {
         self.json(self.send(Method::POST, path, &headers, SendBody::from_reader(&mut body))?)
     }
 
+    /// Sends bytes as they are.
+    pub(crate) fn put(&self, path: &str, mut body: &[u8]) -> Result<Value, Failed> {
+        let headers = [("content-type", "application/octet-stream")];
+        self.json(self.send(Method::PUT, path, &headers, SendBody::from_reader(&mut body))?)
+    }
+
     pub(crate) fn text(&self, path: &str) -> Result<String, Failed> {
         let response = self.send(Method::GET, path, &[], SendBody::none())?;
         let response = self.accepted(response)?;

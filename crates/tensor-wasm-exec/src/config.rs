@@ -8,6 +8,7 @@
 //! structs, their defaults, the overrides, the checks and what `serve --print-config` prints all come from the row.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -101,6 +102,8 @@ section! {
     pub body_bytes_max: usize = 16 * MIB;
     /// Request bodies held in memory at once, all tenants together.
     pub bodies_bytes_max: usize = 2048 * MIB, positive;
+    /// Disk that modules being uploaded take, all tenants together.
+    pub uploads_bytes_max: usize = 4096 * MIB;
     /// How long a shutdown waits for running calls.
     pub drain_ms_max: u64 = 30_000;
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
@@ -118,6 +121,9 @@ section! {
     pub metrics_functions_max: usize = 1_000;
     /// `GET /functions/{f}/logs?follow=true` open at once, per tenant.
     pub log_followers_per_tenant_max: usize = 16;
+    /// A file with the key that functions' secrets are sealed with: 32 bytes, as hexadecimal digits or base64.
+    /// `TENSOR_WASM_SECRETS_KEY` goes before it.
+    pub secrets_key_file: Option<PathBuf> = None;
     /// Hosts of their own for functions: `"shop.example.com" = "TENANT/FUNCTION"`, or `"example.com/shop"` for the
     /// paths below one; `https://` in front where a proxy speaks TLS.
     pub routes: BTreeMap<String, String> = BTreeMap::new();
@@ -193,8 +199,14 @@ section! {
     pub functions_max: usize = 20_000;
     /// Revisions kept of one function; the oldest without traffic go first.
     pub revisions_max: usize = 16, positive;
-    /// Size of one module or component.
+    /// Size of one module or component. Those sent as `application/wasm` are streamed to disk; 1 GiB has been tried.
     pub module_bytes_max: usize = 64 * MIB;
+    /// Disk that the tenant's uploads take before they are deployed; one of any allowed size may always run.
+    pub uploads_bytes_max: usize = 512 * MIB;
+    /// Secrets of all the tenant's functions together.
+    pub secrets_max: usize = 256;
+    /// Size of one secret's value. They are copied into each instance that reads its environment.
+    pub secret_bytes_max: usize = 8 << 10;
     /// Time one compilation may take.
     pub compile_ms_max: u64 = 60_000;
     /// Unfinished jobs.

@@ -204,6 +204,8 @@ mod tests {
             created_ms: 0,
             revisions: Vec::new(),
             traffic: Vec::new(),
+            secret_names: Default::default(),
+            secrets: Default::default(),
         }
     }
 

@@ -109,7 +109,7 @@ impl Runtime {
 
         let mut begun = waited.is_zero().then_some(arrived);
         let engine = EngineKind::of(revision.flavor, revision.settings.memory);
-        let linked = match self.pool.loaded(&revision.revision, engine) {
+        let linked = match self.pool.loaded(&revision.source, engine) {
             Some(linked) => linked,
             None => {
                 begun = None;
@@ -222,6 +222,13 @@ fn serving(function: Arc<FunctionRecord>) -> Result<Serving, Rejection> {
         name: function.name.clone(),
         tenant: function.tenant.clone(),
     })?;
+    if let Some(secret) = serving.function.lost_secret() {
+        // It would run with half of what it needs to know.
+        let name = &serving.function.name;
+        let why =
+            format!("{name:?} has lost its secret {secret:?}; set it again: tensor-wasm secret set {name} {secret}");
+        return Err(Rejection::Conflict { why });
+    }
     match &serving.revision().quarantined {
         None => Ok(serving),
         Some(why) => Err(Rejection::Quarantined {

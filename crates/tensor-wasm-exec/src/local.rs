@@ -19,7 +19,7 @@ use wasmtime_wasi::sockets::SocketAddrUse;
 use wasmtime_wasi::{FsPerms, WasiCtx, WasiCtxBuilder};
 
 use crate::admission::Account;
-use crate::catalog::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Serving, Settings, Share};
+use crate::catalog::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Serving, Settings, Share, SourceHash};
 use crate::config::{GPU_KERNEL_MS_MAX, Limits};
 use crate::engine::pool::{component_linker, core_linker};
 use crate::failure::{Bug, Fault};
@@ -215,10 +215,12 @@ impl LocalRun {
 
     /// The call that the program runs for: nobody's but the caller's, without limits.
     fn foreground(&self, outbound: Outbound, has_device: bool) -> RunningCall {
-        let revision = Revision::of(b"");
         let settings = Settings { gpu: has_device, ..Settings::default() };
+        let source = SourceHash::of(b"");
+        let revision = Revision::of(&source, &settings);
         let record = RevisionRecord {
             revision: revision.clone(),
+            source,
             kind: Kind::CoreCommand,
             flavor: Flavor::Plain,
             bytes: 0,
@@ -233,6 +235,8 @@ impl LocalRun {
             created_ms: 0,
             revisions: vec![record],
             traffic: vec![Share { revision, weight: 1 }],
+            secret_names: Default::default(),
+            secrets: Default::default(),
         };
         let limits = Limits {
             memory_bytes_max: u64::MAX,

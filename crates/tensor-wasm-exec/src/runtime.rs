@@ -5,24 +5,25 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use tensor_wasm_gpu::Device;
 use tokio::runtime::Handle;
 use tokio::sync::SetOnce;
 
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
+use crate::catalog::upload::{Upload, Uploaded};
 use crate::catalog::{
-    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, SourceError, StoreError,
-    check_name, now_ms,
+    Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Secret, SecretsAccess, Settings,
+    SettingsPatch, SourceError, SourceHash, StoreError, check_name, now_ms,
 };
 use crate::config::Config;
-use crate::engine::compile::Compiler;
-use crate::engine::pool::{LinkedRevision, Pool};
+use crate::engine::compile::{CompileCost, Compiler};
+use crate::engine::pool::{EntryPoint, LinkedRevision, Pool};
 use crate::engine::{EngineKind, Engines};
 use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
+use crate::guest::signature::{self, ExportSignature};
 use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
@@ -73,9 +74,8 @@ pub enum OpenError {
 /// A function as it stands after a deploy.
 pub struct Deployed {
     pub function: Arc<FunctionRecord>,
-    pub revision: Revision,
-    /// Whether this deploy made the function.
-    pub created: bool,
+    /// What compiling it took; `None` where the same bytes had been compiled before.
+    pub cost: Option<CompileCost>,
 }
 
 impl Runtime {
@@ -85,6 +85,16 @@ impl Runtime {
         data_dir: &Path,
         config: Config,
         worker_exe: Option<PathBuf>,
+    ) -> Result<(Arc<Runtime>, Vec<Damage>), OpenError> {
+        Runtime::open_with(data_dir, config, worker_exe, SecretsAccess::default())
+    }
+
+    /// The same, with a key for functions' secrets.
+    pub fn open_with(
+        data_dir: &Path,
+        config: Config,
+        worker_exe: Option<PathBuf>,
+        secrets: SecretsAccess,
     ) -> Result<(Arc<Runtime>, Vec<Damage>), OpenError> {
         let config = Arc::new(config);
         let threads = tokio::runtime::Builder::new_multi_thread()
@@ -96,7 +106,7 @@ impl Runtime {
             })
             .build()?;
         let background = threads.handle().clone();
-        let (catalog, mut damages) = Catalog::open(data_dir)?;
+        let (catalog, mut damages) = Catalog::open(data_dir, secrets)?;
         let mut recovery = Recovery::default();
         catalog.store.each(Table::Jobs, |key, read| recovery.take(key, read))?;
         let Recovered { jobs, changed, damaged } = recovery.finish(config.jobs.concurrency_max);
@@ -188,54 +198,78 @@ impl Runtime {
         &self.background
     }
 
-    /// Compiles a module or component, keeps it and gives it the function's traffic. Nothing is changed unless all of it
-    /// succeeds. Call it on the background runtime: it syncs files.
-    pub async fn deploy(&self, tenant: &str, name: &str, wasm: Bytes, settings: Settings) -> Result<Deployed, Failure> {
+    /// Begins to receive a module or component for [`Runtime::deploy`], of at most the size its tenant may deploy.
+    pub fn upload(&self, tenant: &str) -> Result<Upload, Rejection> {
+        Upload::begin(&self.catalog.files, self.config.limits_of(tenant).module_bytes_max)
+    }
+
+    /// [`Runtime::deploy`] of bytes that are here already.
+    pub async fn deploy_bytes(
+        &self,
+        tenant: &str,
+        name: &str,
+        wasm: &[u8],
+        patch: SettingsPatch,
+    ) -> Result<Deployed, Failure> {
+        let mut upload = self.upload(tenant)?;
+        upload.write(wasm).await?;
+        self.deploy(tenant, name, upload.finish().await?, patch).await
+    }
+
+    /// Compiles a module or component, keeps it and gives it the function's traffic. Settings that the patch does not
+    /// mention are the serving revision's. Nothing is changed unless all of it succeeds. Call it on the background runtime:
+    /// it syncs files.
+    pub async fn deploy(
+        &self,
+        tenant: &str,
+        name: &str,
+        wasm: Uploaded,
+        patch: SettingsPatch,
+    ) -> Result<Deployed, Failure> {
         check_name(name)?;
-        check_settings(&settings)?;
         let account = self.admission.account(tenant);
         let limits = &account.limits;
-        if wasm.len() > limits.module_bytes_max {
-            return Err(Rejection::ModuleTooLarge { bytes: wasm.len(), bytes_max: limits.module_bytes_max }.into());
-        }
-        let known = self.catalog.resolve(tenant, name).is_ok_and(|f| f.name == name);
-        if !known && self.catalog.count(tenant) >= limits.functions_max {
+        let known = self.catalog.resolve(tenant, name).ok().filter(|f| f.name == name);
+        if known.is_none() && self.catalog.count(tenant) >= limits.functions_max {
             let why = format!(
                 "tenant {tenant:?} has {} functions, which is its limit ([limits] functions_max)",
                 limits.functions_max
             );
             return Err(Rejection::Conflict { why }.into());
         }
-        let revision = Revision::of(&wasm);
-        let _pinned = self.catalog.pin_source(&revision, &wasm)?;
-        let shape = match self.catalog.shape(&revision) {
-            Some(shape) => shape,
+        let settings = patch.over(&known.as_ref().map(|f| f.serving_settings()).unwrap_or_default());
+        settings.check()?;
+        let source = wasm.source().clone();
+        let _pinned = self.catalog.pin_source(&wasm)?;
+        let (kind, flavor, cost) = match self.catalog.shape(&source) {
+            Some((kind, flavor)) => (kind, flavor, None),
             None => {
-                let compiled = self.compile(&revision, &account, settings.memory).await?;
-                (compiled.kind, compiled.flavor)
+                let compiled = self.compile(&source, &account, settings.memory).await?;
+                (compiled.kind, compiled.flavor, Some(compiled.cost))
             }
         };
-        let is_core = matches!(shape.0, Kind::CoreExports | Kind::CoreCommand);
-        if settings.memory == MemoryKind::Pinned && !(is_core && settings.gpu) {
-            let why = match is_core {
-                false => "settings: memory = pinned is for core modules, and this is a component",
-                true => "settings: memory = pinned is of use with gpu = true only (--gpu)",
-            };
-            return Err(Rejection::InvalidArgs { why: why.to_owned() }.into());
-        }
-        let record = RevisionRecord {
-            revision: revision.clone(),
-            kind: shape.0,
-            flavor: shape.1,
-            bytes: wasm.len() as u64,
-            created_ms: now_ms(),
-            settings,
-            quarantined: None,
+        let revise = |settings: Settings| -> Result<RevisionRecord, Rejection> {
+            settings.check()?;
+            check_memory(&settings, kind)?;
+            let revision = Revision::of(&source, &settings);
+            let (bytes, created_ms) = (wasm.bytes() as u64, now_ms());
+            let source = source.clone();
+            Ok(RevisionRecord { revision, source, kind, flavor, bytes, created_ms, settings, quarantined: None })
         };
-        self.load(name, &record, &account).await?;
-        let function = self.catalog.deploy(tenant, name, record, limits.revisions_max).await?;
+        let (memory, record) = (settings.memory, revise(settings)?);
+        let loaded = self.load(name, &record, &account).await?;
+        check_gpu(&loaded.entry, &record.settings, &patch)?;
+        let revise_again = |old: Option<&FunctionRecord>| {
+            let settings = patch.over(&old.map(FunctionRecord::serving_settings).unwrap_or_default());
+            if settings.memory != memory {
+                let why = "another deploy changed where the function's memory comes from meanwhile; deploy it again";
+                return Err(Rejection::Conflict { why: why.to_owned() });
+            }
+            revise(settings)
+        };
+        let function = self.catalog.deploy(tenant, name, limits.revisions_max, revise_again).await?;
         self.pool.forget(&function.id);
-        Ok(Deployed { function, revision, created: !known })
+        Ok(Deployed { function, cost })
     }
 
     pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
@@ -247,6 +281,32 @@ impl Runtime {
         Ok(())
     }
 
+    /// Gives a function a secret. Calls that begin after this see it.
+    pub async fn set_secret(&self, tenant: &str, name: &str, key: &str, value: Secret) -> Result<(), Rejection> {
+        let account = self.admission.account(tenant);
+        let function = self.catalog.set_secret(tenant, name, key, value, &account.limits).await?;
+        self.pool.forget(&function.id);
+        Ok(())
+    }
+
+    pub async fn delete_secret(&self, tenant: &str, name: &str, key: &str) -> Result<(), Rejection> {
+        let function = self.catalog.delete_secret(tenant, name, key).await?;
+        self.pool.forget(&function.id);
+        Ok(())
+    }
+
+    /// What the revision with (most of) a function's traffic exports. Loads it, so call it on the background runtime.
+    pub async fn exports(&self, function: &FunctionRecord) -> Result<Vec<ExportSignature>, Failure> {
+        let Some(revision) = function.current() else { return Ok(Vec::new()) };
+        if let Some(why) = &revision.quarantined {
+            let (name, revision) = (function.name.clone(), revision.revision.short().to_owned());
+            return Err(Rejection::Quarantined { name, revision, why: why.clone() }.into());
+        }
+        let account = self.admission.account(&function.tenant);
+        let loaded = self.load(&function.name, revision, &account).await?;
+        Ok(signature::exports(&loaded.entry))
+    }
+
     /// The revision ready to be instantiated; compiled again from its source where its artifact is missing, damaged or of
     /// another engine.
     pub(crate) async fn load(
@@ -255,33 +315,33 @@ impl Runtime {
         revision: &RevisionRecord,
         account: &Account,
     ) -> Result<Arc<LinkedRevision>, Failure> {
-        let id = &revision.revision;
+        let source = &revision.source;
         let recompile = async || {
-            let (catalog, source) = (self.catalog.clone(), id.clone());
-            let checked = self.background.spawn_blocking(move || catalog.read_source(&source).map(drop));
+            let (catalog, wanted) = (self.catalog.clone(), source.clone());
+            let checked = self.background.spawn_blocking(move || catalog.check_source(&wanted));
             match checked.await.map_err(|e| Bug(e.to_string()))? {
                 Ok(()) => {}
                 Err(SourceError::Unreadable(why)) => return Err(Rejection::Storage { why }.into()),
                 Err(SourceError::Damaged(why)) => {
                     self.metrics.quarantined.inc();
-                    self.catalog.quarantine(id, &why).await;
-                    let (name, revision) = (name.to_owned(), id.short().to_owned());
+                    self.catalog.quarantine(source, &why).await;
+                    let (name, revision) = (name.to_owned(), revision.revision.short().to_owned());
                     return Err(Rejection::Quarantined { name, revision, why }.into());
                 }
             }
-            self.compile(id, account, revision.settings.memory).await.map(drop)
+            self.compile(source, account, revision.settings.memory).await.map(drop)
         };
-        self.pool.load(&self.catalog, id, revision.kind, revision.flavor, revision.settings.memory, recompile).await
+        self.pool.load(&self.catalog, source, revision.kind, revision.flavor, revision.settings.memory, recompile).await
     }
 
     async fn compile(
         &self,
-        revision: &Revision,
+        source: &SourceHash,
         account: &Account,
         memory: MemoryKind,
     ) -> Result<crate::engine::compile::Compiled, Failure> {
         let compiled =
-            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, revision, account, memory).await;
+            self.compiler.compile(&self.catalog, &self.engines, &self.config.engine, source, account, memory).await;
         match &compiled {
             Ok(_) => self.metrics.compiles.inc(),
             Err(_) => self.metrics.compile_failures.inc(),
@@ -306,23 +366,23 @@ impl Runtime {
                 if self.admission.is_closed() {
                     return;
                 }
-                let (catalog, id) = (self.catalog.clone(), revision.revision.clone());
-                let source = self.background.spawn_blocking(move || catalog.read_source(&id).map(drop)).await;
-                if let Ok(Err(SourceError::Damaged(why))) = source
+                let (catalog, wanted) = (self.catalog.clone(), revision.source.clone());
+                let checked = self.background.spawn_blocking(move || catalog.check_source(&wanted)).await;
+                if let Ok(Err(SourceError::Damaged(why))) = checked
                     && self
                         .catalog
                         .resolve(&function.tenant, &function.name)
                         .is_ok_and(|f| f.revision(&revision.revision).is_some())
                 {
                     self.metrics.quarantined.inc();
-                    self.catalog.quarantine(&revision.revision, &why).await;
+                    self.catalog.quarantine(&revision.source, &why).await;
                     continue;
                 }
                 let memory = revision.settings.memory;
                 let engine = self.engines.id(EngineKind::of(revision.flavor, memory));
-                if self.catalog.artifact_digest(&revision.revision, engine).is_none() {
+                if self.catalog.artifact_digest(&revision.source, engine).is_none() {
                     let account = self.admission.account(&function.tenant);
-                    if let Err(error) = self.compile(&revision.revision, &account, memory).await {
+                    if let Err(error) = self.compile(&revision.source, &account, memory).await {
                         tracing::error!(function = function.name, %error, "could not compile it for this engine");
                     }
                 }
@@ -363,20 +423,27 @@ impl Drop for Runtime {
     }
 }
 
-fn check_settings(settings: &Settings) -> Result<(), Rejection> {
-    const ENV_BYTES_MAX: usize = 32 << 10;
-    let invalid = |why: &str| Err(Rejection::InvalidArgs { why: format!("settings: {why}") });
-    if settings.deadline_ms == Some(0) {
-        return invalid("deadline_ms must be at least 1");
+/// A function that imports the device and does not get it fails when it is called; better it fails here. Who says
+/// `gpu = false` knows.
+fn check_gpu(entry: &EntryPoint, settings: &Settings, patch: &SettingsPatch) -> Result<(), Rejection> {
+    if settings.gpu || patch.gpu.is_some() {
+        return Ok(());
     }
-    if settings.memory_bytes == Some(0) {
-        return invalid("memory_bytes must be at least 1");
-    }
-    if settings.env.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>() > ENV_BYTES_MAX {
-        return invalid("env has more than 32 KiB");
-    }
-    if settings.env.iter().any(|(k, v)| k.is_empty() || k.contains(['=', '\0']) || v.contains('\0')) {
-        return invalid("env names are not empty and hold no '=' or NUL; values hold no NUL");
-    }
-    Ok(())
+    let Some(import) = signature::gpu_import(entry) else { return Ok(()) };
+    let why = format!(
+        "it imports {import:?}, so it needs the GPU: deploy it with --gpu (settings: gpu = true); with --no-gpu (gpu = \
+         false) it is deployed all the same, and what it asks of the GPU is denied"
+    );
+    Err(Rejection::InvalidArgs { why })
+}
+
+/// Pinned memory is for core modules that may use the device.
+fn check_memory(settings: &Settings, kind: Kind) -> Result<(), Rejection> {
+    let is_core = matches!(kind, Kind::CoreExports | Kind::CoreCommand);
+    let why = match settings.memory {
+        MemoryKind::Pinned if !is_core => "settings: memory = pinned is for core modules, and this is a component",
+        MemoryKind::Pinned if !settings.gpu => "settings: memory = pinned is of use with gpu = true only (--gpu)",
+        MemoryKind::Pinned | MemoryKind::Pooled => return Ok(()),
+    };
+    Err(Rejection::InvalidArgs { why: why.to_owned() })
 }

@@ -2,6 +2,7 @@
 //! the compiler. A file that is not what was written is thrown away and made again.
 
 use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -113,7 +114,7 @@ impl Images {
     /// `folder` is where images are kept between two runs; without one they are kept in memory only.
     pub fn new(folder: Option<PathBuf>) -> Images {
         if let Some(folder) = &folder
-            && let Err(error) = std::fs::create_dir_all(folder)
+            && let Err(error) = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)
         {
             tracing::warn!(folder = %folder.display(), %error, "compiled kernels cannot be kept");
         }
@@ -249,7 +250,9 @@ fn write(path: &Path, image: &Image) -> std::io::Result<u64> {
     let folder = path.parent().unwrap_or(Path::new("."));
     let name = format!("{}-{}", path.file_name().unwrap_or_default().to_string_lossy(), uuid::Uuid::now_v7());
     let temporary = folder.join(format!(".{name}"));
-    let result = std::fs::File::create(&temporary).and_then(|mut file| {
+    // A tenant's code: for this user only, whatever the umask.
+    let created = std::fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&temporary);
+    let result = created.and_then(|mut file| {
         file.write_all(MAGIC)?;
         file.write_all(blake3::hash(&rest).as_bytes())?;
         file.write_all(&rest)?;

@@ -8,21 +8,25 @@ use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use bytes::Bytes;
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings};
+use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings, SettingsPatch};
+use tensor_wasm_exec::engine::compile::CompileCost;
+use tensor_wasm_exec::guest::signature::ExportSignature;
 use utoipa::ToSchema;
 
-use crate::body;
 use crate::error::{ApiError, internal};
 use crate::extract::{Path, Query, whole};
 use crate::gateway::{Gateway, ServedRevision, Shared, audited, empty};
 use crate::hosts::Asked;
+use crate::{body, upload};
 
 /// Base64 and JSON around a module: its size on the wire is up to this many times its own, plus the rest of the object.
 const BASE64_GROWTH: f64 = 1.37;
 const JSON_SLACK_BYTES: usize = 64 << 10;
+
+/// The largest module that is taken as base64 in JSON, which is held in memory twice. Larger ones are streamed to disk.
+const JSON_MODULE_BYTES_MAX: usize = 64 << 20;
 
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -31,17 +35,60 @@ pub(crate) struct DeployRequest {
     /// The module or component, base64.
     wasm_b64: String,
     #[serde(default)]
-    settings: SettingsView,
+    settings: SettingsRequest,
 }
 
-/// What a function's author chooses; all optional.
-#[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
+/// What changes in the function's settings, as a JSON merge patch (RFC 7396): what is absent stays as in the serving
+/// revision, what is null goes back to its default, and so does each variable in `env`.
+#[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(default, deny_unknown_fields)]
+pub(crate) struct SettingsRequest {
+    /// Keep instances and call them again: the author promises that calls leave nothing behind.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<bool>)]
+    reuse: Option<Option<bool>>,
+    /// Answer callers without a token.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<bool>)]
+    public: Option<Option<bool>>,
+    /// A tighter deadline than the tenant's, which is the default.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<u64>)]
+    deadline_ms: Option<Option<u64>>,
+    /// A tighter memory limit than the tenant's, which is the default.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<u64>)]
+    memory_bytes: Option<Option<u64>>,
+    /// Environment variables to set, or with null to unset. Null instead of an object: all of them.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<BTreeMap<String, Option<String>>>)]
+    env: Option<Option<BTreeMap<String, Option<String>>>>,
+    /// Let it use the GPU.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<bool>)]
+    gpu: Option<Option<bool>>,
+    /// `pinned`: the device sees the linear memory of a core module in place.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<MemoryView>)]
+    memory: Option<Option<MemoryView>>,
+}
+
+/// Called only for a field that is there: null is `Some(None)`, absence stays `None`.
+fn mentioned<'de, D, T>(field: D) -> Result<Option<Option<T>>, D::Error>
+where
+    D: serde::Deserializer<'de>,
+    T: Deserialize<'de>,
+{
+    Option::deserialize(field).map(Some)
+}
+
+/// A revision's settings; what is not there has its default.
+#[derive(Debug, Default, Serialize, ToSchema)]
 pub(crate) struct SettingsView {
     /// Keep instances and call them again: the author promises that calls leave nothing behind.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     reuse: bool,
-    /// Answer `/run/NAME` without a token.
+    /// Answer callers without a token.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     public: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -65,14 +112,23 @@ enum MemoryView {
     Pinned,
 }
 
-impl From<SettingsView> for Settings {
-    fn from(view: SettingsView) -> Settings {
-        let SettingsView { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = view;
-        let memory = match memory {
+impl From<SettingsRequest> for SettingsPatch {
+    fn from(request: SettingsRequest) -> SettingsPatch {
+        let SettingsRequest { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = request;
+        let kind = |memory: Option<MemoryView>| match memory {
             Some(MemoryView::Pinned) => MemoryKind::Pinned,
             Some(MemoryView::Pooled) | None => MemoryKind::Pooled,
         };
-        Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory }
+        SettingsPatch {
+            reuse: reuse.map(Option::unwrap_or_default),
+            public: public.map(Option::unwrap_or_default),
+            gpu: gpu.map(Option::unwrap_or_default),
+            memory: memory.map(kind),
+            deadline_ms,
+            memory_bytes,
+            clears_env: matches!(env, Some(None)),
+            env: env.flatten().unwrap_or_default(),
+        }
     }
 }
 
@@ -89,7 +145,7 @@ pub(crate) struct FunctionView {
     id: String,
     name: String,
     tenant: String,
-    /// The revision that gets (most of) the traffic: the BLAKE3 hash of its bytes.
+    /// The revision that gets (most of) the traffic: a hash over its bytes and its settings.
     revision: Option<String>,
     kind: Option<&'static str>,
     created_ms: u64,
@@ -100,6 +156,62 @@ pub(crate) struct FunctionView {
     /// Where a browser opens it: a URL with a host of its own, wherever there can be one.
     #[serde(skip_serializing_if = "Option::is_none")]
     address: Option<String>,
+}
+
+/// A function as it stands after a deploy.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct DeployedView {
+    #[serde(flatten)]
+    function: FunctionView,
+    /// What compiling took; absent where the same bytes had been compiled before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    compiled: Option<CompiledView>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct CompiledView {
+    wall_ms: u64,
+    /// On all cores together.
+    cpu_ms: u64,
+}
+
+/// Everything there is to know about one function.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct FunctionDetail {
+    #[serde(flatten)]
+    function: FunctionView,
+    /// How many revisions are kept.
+    revisions: usize,
+    /// Those of the serving revision.
+    settings: SettingsView,
+    /// What the serving revision exports, at most a thousand of them.
+    exports: Vec<ExportView>,
+    /// Names only.
+    secrets: Vec<String>,
+    /// Why its exports could not be listed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unavailable: Option<String>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct ExportView {
+    name: String,
+    params: Vec<ParamView>,
+    /// Types, as in WIT or core Wasm.
+    results: Vec<String>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+struct ParamView {
+    name: String,
+    #[serde(rename = "type")]
+    ty: String,
+}
+
+impl From<ExportSignature> for ExportView {
+    fn from(ExportSignature { name, params, results }: ExportSignature) -> ExportView {
+        ExportView { name, params: params.into_iter().map(|(name, ty)| ParamView { name, ty }).collect(), results }
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize, ToSchema)]
@@ -113,6 +225,8 @@ pub(crate) struct ShareView {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct RevisionView {
     revision: String,
+    /// The BLAKE3 hash of its bytes.
+    source: String,
     kind: &'static str,
     bytes: u64,
     created_ms: u64,
@@ -164,6 +278,7 @@ fn revision_view(function: &FunctionRecord, revision: &RevisionRecord) -> Revisi
     let own: u32 = function.traffic.iter().filter(|s| s.revision == revision.revision).map(|s| s.weight).sum();
     RevisionView {
         revision: revision.revision.as_str().to_owned(),
+        source: revision.source.as_str().to_owned(),
         kind: revision.kind.as_str(),
         bytes: revision.bytes,
         created_ms: revision.created_ms,
@@ -177,7 +292,7 @@ fn revision_view(function: &FunctionRecord, revision: &RevisionRecord) -> Revisi
 #[serde(deny_unknown_fields)]
 pub(crate) struct DeployQuery {
     name: Option<String>,
-    /// JSON of [`SettingsView`].
+    /// JSON of [`SettingsRequest`].
     settings: Option<String>,
 }
 
@@ -185,7 +300,7 @@ pub(crate) struct DeployQuery {
 #[utoipa::path(post, path = "/functions", request_body = DeployRequest,
     params(("name" = Option<String>, Query, description = "with an application/wasm body"),
            ("settings" = Option<String>, Query, description = "JSON object, with an application/wasm body")),
-    responses((status = 201, body = FunctionView), (status = 400), (status = 408), (status = 413)))]
+    responses((status = 201, body = DeployedView), (status = 400), (status = 408), (status = 413)))]
 pub(crate) async fn deploy(
     State(gateway): State<Shared>,
     query: Result<Query<DeployQuery>, ApiError>,
@@ -209,23 +324,22 @@ async fn deploy_for(
     body: Body,
     name: &mut String,
 ) -> Result<Response, ApiError> {
-    let module_bytes_max = gateway.runtime.config.limits_of(tenant).module_bytes_max;
     let is_wasm = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(b"application/wasm"));
-    // The body counts as held until the deploy is over.
-    let (wasm, settings, held) = if is_wasm {
-        let wasm = body::read(gateway, tenant, body, module_bytes_max).await.map_err(as_module)?;
+    // What it takes on disk counts until the deploy is over.
+    let (wasm, settings, share) = if is_wasm {
         let query = query?;
         *name = query
             .name
             .ok_or_else(|| ApiError::bad_request("invalid_name", "an application/wasm body needs ?name=NAME"))?;
-        let settings: SettingsView = match query.settings {
+        let settings: SettingsRequest = match query.settings {
             Some(json) => serde_json::from_str(&json)
                 .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
-            None => SettingsView::default(),
+            None => SettingsRequest::default(),
         };
-        (wasm.bytes.clone(), settings, wasm)
+        let (wasm, share) = upload::receive(gateway, tenant, body).await?;
+        (wasm, settings, Some(share))
     } else {
-        let bytes_max = grown(module_bytes_max);
+        let bytes_max = grown(gateway.runtime.config.limits_of(tenant).module_bytes_max.min(JSON_MODULE_BYTES_MAX));
         let json = body::read(gateway, tenant, body, bytes_max).await.map_err(as_module)?;
         let request: DeployRequest = serde_json::from_slice(&json.bytes)
             .map_err(|e| ApiError::bad_request("invalid_json", format!("the request body: {e}")))?;
@@ -233,19 +347,27 @@ async fn deploy_for(
         let wasm = BASE64
             .decode(request.wasm_b64.as_bytes())
             .map_err(|e| ApiError::bad_request("invalid_base64", format!("wasm_b64: {e}")))?;
-        (Bytes::from(wasm), request.settings, json)
+        let mut upload = gateway.runtime.upload(tenant)?;
+        upload.write(&wasm).await?;
+        drop(json);
+        (upload.finish().await?, request.settings, None)
     };
     let (runtime, tenant, deployed_name) = (gateway.runtime.clone(), tenant.to_owned(), name.clone());
     // Not on this thread: it compiles and syncs files. Not tied to this connection either: once the module is here, a
     // client that leaves does not undo the deploy.
     let work = async move {
         let deployed = runtime.deploy(&tenant, &deployed_name, wasm, settings.into()).await;
-        drop(held);
+        drop(share);
         deployed
     };
     let deployed = gateway.runtime.background().spawn(work).await;
     let deployed = deployed.map_err(internal)??;
-    Ok(FunctionView::of(&deployed.function, gateway, headers).answer(StatusCode::CREATED))
+    let compiled = deployed.cost.map(|CompileCost { wall_ms, cpu_ms }| CompiledView { wall_ms, cpu_ms });
+    let function = FunctionView::of(&deployed.function, gateway, headers);
+    let revision = ServedRevision(function.revision.clone().unwrap_or_default());
+    let mut response = (StatusCode::CREATED, Json(DeployedView { function, compiled })).into_response();
+    response.extensions_mut().insert(revision);
+    Ok(response)
 }
 
 fn grown(module_bytes_max: usize) -> usize {
@@ -258,7 +380,7 @@ fn grown(module_bytes_max: usize) -> usize {
 fn as_module(mut error: ApiError) -> ApiError {
     if error.kind == "body_too_large" {
         error.kind = "module_too_large";
-        error.message.push_str(" ([limits] module_bytes_max)");
+        error.message.push_str(" ([limits] module_bytes_max; as application/wasm a module is not held in memory)");
     }
     error
 }
@@ -272,14 +394,30 @@ pub(crate) async fn list(State(gateway): State<Shared>, headers: HeaderMap) -> R
 }
 
 #[utoipa::path(get, path = "/functions/{f}", params(("f" = String, Path, description = "name or id")),
-    responses((status = 200, body = FunctionView), (status = 404)))]
+    responses((status = 200, body = FunctionDetail), (status = 404)))]
 pub(crate) async fn show(
     State(gateway): State<Shared>,
     Path(f): Path<String>,
     headers: HeaderMap,
-) -> Result<Json<FunctionView>, ApiError> {
+) -> Result<Json<FunctionDetail>, ApiError> {
     let tenant = gateway.tokens.tenant(&headers)?;
-    Ok(Json(FunctionView::of(&*gateway.runtime.catalog.resolve(&tenant, &f)?, &gateway, &headers)))
+    let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
+    // Its exports are in its compiled code, which may have to be loaded first: not on this thread.
+    let (runtime, wanted) = (gateway.runtime.clone(), function.clone());
+    let exports = gateway.runtime.background().spawn(async move { runtime.exports(&wanted).await });
+    let (exports, unavailable) = match exports.await.map_err(internal)? {
+        Ok(exports) => (exports.into_iter().map(ExportView::from).collect(), None),
+        Err(failure) => (Vec::new(), Some(ApiError::from(failure).message)),
+    };
+    let settings = function.current().map(|r| (&r.settings).into()).unwrap_or_default();
+    Ok(Json(FunctionDetail {
+        function: FunctionView::of(&function, &gateway, &headers),
+        revisions: function.revisions.len(),
+        settings,
+        exports,
+        secrets: function.secret_names.iter().cloned().collect(),
+        unavailable,
+    }))
 }
 
 #[utoipa::path(get, path = "/functions/{f}/revisions", params(("f" = String, Path, description = "name or id")),
@@ -297,7 +435,7 @@ pub(crate) async fn revisions(
 #[derive(Debug, Default, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct RollbackRequest {
-    /// A revision or the beginning of one; absent, the one deployed before the current.
+    /// A revision or the beginning of one; absent, the one deployed before the current. Its settings come back with it.
     revision: Option<String>,
 }
 
@@ -324,7 +462,10 @@ fn previous(function: &FunctionRecord) -> Result<String, ApiError> {
     let at = function.revisions.iter().position(|r| Some(&r.revision) == current).unwrap_or(0);
     match at.checked_sub(1) {
         Some(before) => Ok(function.revisions[before].revision.as_str().to_owned()),
-        None => Err(ApiError::new(StatusCode::CONFLICT, "conflict", "there is no earlier revision to go back to")),
+        None => {
+            let message = format!("function {:?} has no revision deployed before the current one", function.name);
+            Err(ApiError::new(StatusCode::CONFLICT, "conflict", message))
+        }
     }
 }
 

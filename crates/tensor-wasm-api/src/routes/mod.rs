@@ -5,6 +5,7 @@ pub(crate) mod invoke;
 pub(crate) mod jobs;
 pub(crate) mod logs;
 pub(crate) mod run;
+pub(crate) mod secrets;
 pub(crate) mod stream;
 pub(crate) mod system;
 
@@ -37,6 +38,8 @@ fn api(gateway: Shared) -> Router {
         .route("/functions/{f}/revisions", get(functions::revisions))
         .route("/functions/{f}/rollback", post(functions::rollback))
         .route("/functions/{f}/traffic", put(functions::traffic))
+        .route("/functions/{f}/secrets", get(secrets::list))
+        .route("/functions/{f}/secrets/{key}", put(secrets::set).delete(secrets::delete))
         .route("/functions/{f}/logs", get(logs::show))
         .route("/functions/{f}/invoke", post(invoke::invoke))
         .route("/functions/{f}/invoke-async", post(jobs::submit))

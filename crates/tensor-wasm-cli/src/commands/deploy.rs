@@ -1,22 +1,32 @@
 #![expect(clippy::print_stdout, reason = "the deployed function is the command's result")]
 
-use std::collections::BTreeMap;
-use std::io::{IsTerminal, Read};
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{IsTerminal, Read, Seek};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use serde_json::json;
+use serde_json::{Map, Value};
 
 use crate::client::{Client, segment};
 use crate::table::{field, print_json, short};
 use crate::{Ended, Failed, Global};
 
+/// Compilations shorter than this are not worth a line.
+const NOTED_MS_MIN: u64 = 1_000;
+
+/// Without a terminal, the first line about progress comes after this long, and then one every so often.
+const LINE_AFTER: Duration = Duration::from_secs(2);
+const LINE_EVERY: Duration = Duration::from_secs(5);
+
 /// Deploy a module or component as a function.
 ///
 /// FILE is a `.wasm` (or a `.wat`, which is converted here). Deploying under an existing name makes a new revision and
-/// gives it all the traffic; `rollback` goes back.
+/// gives it all the traffic; `rollback` goes back. Settings that are not mentioned stay as the serving revision has them.
 #[derive(clap::Args)]
 pub(crate) struct Deploy {
     /// The module or component.
@@ -25,53 +35,63 @@ pub(crate) struct Deploy {
     #[arg(long)]
     name: String,
     /// Keep instances and call them again: you promise that a call leaves nothing behind for the next.
-    #[arg(long)]
+    #[arg(long, overrides_with = "no_reuse")]
     reuse: bool,
-    /// Let /run/NAME be called without a token.
-    #[arg(long)]
+    /// A fresh instance for every call.
+    #[arg(long, overrides_with = "reuse")]
+    no_reuse: bool,
+    /// Let it be called over HTTP without a token.
+    #[arg(long, overrides_with = "no_public")]
     public: bool,
-    /// Stop calls after this long, if that is sooner than the tenant's limit.
-    #[arg(long, value_name = "N")]
-    deadline_ms: Option<u64>,
-    /// Limit the memory of an instance, if that is less than the tenant's limit.
-    #[arg(long, value_name = "N")]
-    memory_bytes: Option<u64>,
+    /// Let it be called with a token only.
+    #[arg(long, overrides_with = "public")]
+    no_public: bool,
+    /// Stop calls after this long, if that is sooner than the tenant's limit; `default`: the tenant's.
+    #[arg(long, value_name = "N|default", value_parser = number_or_default)]
+    deadline_ms: Option<NumberOrDefault>,
+    /// Limit the memory of an instance, if that is less than the tenant's limit; `default`: the tenant's.
+    #[arg(long, value_name = "N|default", value_parser = number_or_default)]
+    memory_bytes: Option<NumberOrDefault>,
     /// Let it use the GPU.
-    #[arg(long)]
+    #[arg(long, overrides_with = "no_gpu")]
     gpu: bool,
+    /// Deny it the GPU.
+    #[arg(long, overrides_with = "gpu")]
+    no_gpu: bool,
     /// Where a core module's linear memory comes from: `pinned` is seen by the GPU in place. Needs --gpu.
     #[arg(long, value_name = "KIND", value_parser = ["pooled", "pinned"])]
     memory: Option<String>,
-    /// An environment variable of the function.
+    /// An environment variable of the function. For what must stay secret use `tensor-wasm secret set`.
     #[arg(long, value_name = "NAME=VALUE")]
     env: Vec<String>,
+    /// Take an environment variable away.
+    #[arg(long, value_name = "NAME")]
+    unset_env: Vec<String>,
+}
+
+/// A limit of the function's own, or the tenant's.
+#[derive(Clone, Copy)]
+struct NumberOrDefault(Option<u64>);
+
+fn number_or_default(text: &str) -> Result<NumberOrDefault, String> {
+    if text == "default" {
+        return Ok(NumberOrDefault(None));
+    }
+    text.parse().map(|n| NumberOrDefault(Some(n))).map_err(|_| "give a number, or `default`".to_owned())
 }
 
 impl Deploy {
     pub(crate) fn execute(self, global: &Global) -> Ended {
-        let wasm = std::fs::read(&self.file).map_err(|e| Failed::Usage(format!("{}: {e}", self.file.display())))?;
-        let wasm = tensor_wasm_exec::local::binary(&wasm)
-            .map_err(|e| Failed::Usage(format!("{}: {e}", self.file.display())))?;
-        let mut env = BTreeMap::new();
-        for text in &self.env {
-            let pair = text.split_once('=');
-            let (name, value) = pair.ok_or_else(|| Failed::Usage(format!("--env {text}: give it as NAME=VALUE")))?;
-            env.insert(name, value);
-        }
-        let settings = json!({
-            "reuse": self.reuse,
-            "public": self.public,
-            "deadline_ms": self.deadline_ms,
-            "memory_bytes": self.memory_bytes,
-            "env": env,
-            "gpu": self.gpu,
-            "memory": self.memory,
-        });
-        let path = format!("/functions?name={}&settings={}", segment(&self.name), segment(&settings.to_string()));
-        let bytes = wasm.len() as u64;
+        let (wasm, bytes) = open(&self.file)?;
+        let settings = self.settings()?;
+        let path = format!(
+            "/functions?name={}&settings={}",
+            segment(&self.name),
+            segment(&Value::Object(settings).to_string())
+        );
         let progress = Progress::new(bytes);
-        let answer = Client::new(global).upload(&path, bytes, Uploading { bytes: &wasm, progress: &progress });
-        progress.bar.finish_and_clear();
+        let answer = Client::new(global).upload(&path, bytes, Uploading { wasm, progress: &progress });
+        progress.end();
         let function = answer?;
         if global.json {
             print_json(&function);
@@ -83,6 +103,10 @@ impl Deploy {
             field(&function, "kind"),
             short(&field(&function, "revision"))
         );
+        if let Some(wall_ms) = function["compiled"]["wall_ms"].as_u64().filter(|ms| *ms >= NOTED_MS_MIN) {
+            let cpu_ms = function["compiled"]["cpu_ms"].as_u64().unwrap_or(0);
+            println!("compiled in {:.1} s ({:.1} s of CPU time)", wall_ms as f64 / 1e3, cpu_ms as f64 / 1e3);
+        }
         match function["address"].as_str() {
             Some(address) => println!("{address}"),
             None if field(&function, "kind").ends_with("_exports") => {
@@ -94,40 +118,141 @@ impl Deploy {
     }
 }
 
-/// Bytes sent, then a spinner while the server compiles. Silent where stderr is no terminal.
+impl Deploy {
+    /// What was mentioned, and only that.
+    fn settings(&self) -> Result<Map<String, Value>, Failed> {
+        let mut settings = Map::new();
+        for (key, on, off) in [
+            ("reuse", self.reuse, self.no_reuse),
+            ("public", self.public, self.no_public),
+            ("gpu", self.gpu, self.no_gpu),
+        ] {
+            if on || off {
+                settings.insert(key.to_owned(), on.into());
+            }
+        }
+        for (key, number) in [("deadline_ms", self.deadline_ms), ("memory_bytes", self.memory_bytes)] {
+            if let Some(NumberOrDefault(number)) = number {
+                settings.insert(key.to_owned(), number.into());
+            }
+        }
+        if let Some(memory) = &self.memory {
+            settings.insert("memory".to_owned(), memory.as_str().into());
+        }
+        let mut env = Map::new();
+        for name in &self.unset_env {
+            env.insert(name.clone(), Value::Null);
+        }
+        for text in &self.env {
+            let pair = text.split_once('=');
+            let (name, value) = pair.ok_or_else(|| Failed::Usage(format!("--env {text}: give it as NAME=VALUE")))?;
+            env.insert(name.to_owned(), value.into());
+        }
+        if !env.is_empty() {
+            settings.insert("env".to_owned(), env.into());
+        }
+        Ok(settings)
+    }
+}
+
+/// The module to send and its size. A binary is read as it is sent; text is converted first.
+fn open(path: &Path) -> Result<(Box<dyn Read>, u64), Failed> {
+    let wrong = |e: &dyn std::fmt::Display| Failed::Usage(format!("{}: {e}", path.display()));
+    let mut file = File::open(path).map_err(|e| wrong(&e))?;
+    let metadata = file.metadata().map_err(|e| wrong(&e))?;
+    let mut magic = [0; 4];
+    // A pipe can be read once and has no size.
+    if metadata.is_file() && file.read_exact(&mut magic).is_ok() && magic == *b"\0asm" {
+        file.rewind().map_err(|e| wrong(&e))?;
+        return Ok((Box::new(file), metadata.len()));
+    }
+    let text = std::fs::read(path).map_err(|e| wrong(&e))?;
+    let wasm = tensor_wasm_exec::local::binary(&text).map_err(|e| wrong(&e))?.into_owned();
+    let bytes = wasm.len() as u64;
+    Ok((Box::new(std::io::Cursor::new(wasm)), bytes))
+}
+
+/// Bytes sent, then how long the server has been compiling. On a terminal a bar and a spinner; elsewhere lines on stderr,
+/// and those only where it takes long enough to wonder.
 struct Progress {
     bar: ProgressBar,
+    bytes: u64,
+    lines: Option<Lines>,
+}
+
+/// Lines for where there is no terminal, written by a thread of their own.
+struct Lines {
+    /// Becomes true when all bytes are sent.
+    sent: Arc<AtomicBool>,
+    /// Dropped at the end, which ends the thread.
+    end: Option<mpsc::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Progress {
     fn new(bytes: u64) -> Progress {
         if !std::io::stderr().is_terminal() {
-            return Progress { bar: ProgressBar::hidden() };
+            return Progress { bar: ProgressBar::hidden(), bytes, lines: Some(Lines::start(bytes)) };
         }
         let bar = ProgressBar::new(bytes);
         let style = ProgressStyle::with_template("uploading {bar:30} {bytes}/{total_bytes}");
         bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Progress { bar }
+        Progress { bar, bytes, lines: None }
     }
 
     fn sent(&self, bytes: usize) {
         self.bar.inc(bytes as u64);
-        if self.bar.length() == Some(self.bar.position()) {
-            let style = ProgressStyle::with_template("{spinner} compiling, {elapsed}");
-            self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
-            self.bar.enable_steady_tick(Duration::from_millis(100));
+        if self.bar.position() < self.bytes {
+            return;
+        }
+        match &self.lines {
+            Some(lines) => lines.sent.store(true, Ordering::Relaxed),
+            None => {
+                // The clock of the spinner is the compilation's, not the upload's.
+                self.bar.reset_elapsed();
+                let style = ProgressStyle::with_template("{spinner} compiling, {elapsed}");
+                self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
+                self.bar.enable_steady_tick(Duration::from_millis(100));
+            }
+        }
+    }
+
+    fn end(mut self) {
+        self.bar.finish_and_clear();
+        if let Some(mut lines) = self.lines.take() {
+            drop(lines.end.take());
+            let _ = lines.thread.take().map(JoinHandle::join);
         }
     }
 }
 
+impl Lines {
+    fn start(bytes: u64) -> Lines {
+        let sent = Arc::<AtomicBool>::default();
+        let (end, ended) = mpsc::channel();
+        let seen = sent.clone();
+        let write = move || {
+            let begun = Instant::now();
+            let mut wait = LINE_AFTER;
+            while ended.recv_timeout(wait) == Err(mpsc::RecvTimeoutError::Timeout) {
+                let doing = if seen.load(Ordering::Relaxed) { "compiling" } else { "uploading" };
+                eprintln!("{doing} {:.1} MB, {} s", bytes as f64 / 1e6, begun.elapsed().as_secs());
+                wait = LINE_EVERY;
+            }
+        };
+        let thread = std::thread::Builder::new().name("progress".to_owned()).spawn(write).ok();
+        Lines { sent, end: Some(end), thread }
+    }
+}
+
 struct Uploading<'a> {
-    bytes: &'a [u8],
+    wasm: Box<dyn Read>,
     progress: &'a Progress,
 }
 
 impl Read for Uploading<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let read = self.bytes.read(buffer)?;
+        let read = self.wasm.read(buffer)?;
         self.progress.sent(read);
         Ok(read)
     }

@@ -16,6 +16,7 @@ pub(crate) mod metrics;
 pub(crate) mod revisions;
 pub(crate) mod rollback;
 pub(crate) mod run;
+pub(crate) mod secret;
 pub(crate) mod serve;
 pub(crate) mod show;
 pub(crate) mod split;

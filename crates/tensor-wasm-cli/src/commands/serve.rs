@@ -6,6 +6,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
 use tensor_wasm_api::{AuditTarget, Server, ServerOptions, Telemetry, Tokens};
+use tensor_wasm_exec::catalog::{SecretsAccess, SecretsKey};
 use tensor_wasm_exec::{Config, Runtime};
 use tensor_wasm_gpu::{Device, DeviceChoice, DeviceEvent, DeviceKind, Events, OpenOptions, Placement};
 use tokio::signal::unix::{SignalKind, signal};
@@ -16,7 +17,7 @@ use crate::{Ended, Failed};
 ///
 /// Environment: TENSOR_WASM_API_TOKENS (tokens and the tenants they speak for), TENSOR_WASM_API_RATE_LIMIT_QPS and
 /// TENSOR_WASM_API_RATE_LIMIT_BURST (every tenant's rate), TENSOR_WASM_API_AUDIT_LOG (stdout, none or file:PATH),
-/// TENSOR_WASM_LOG (info, debug…), TENSOR_WASM_OTLP_ENDPOINT (where spans go, as http://host:4318).
+/// TENSOR_WASM_SECRETS_KEY (32 bytes that functions' secrets are sealed with), TENSOR_WASM_LOG (info, debug…), TENSOR_WASM_OTLP_ENDPOINT (where spans go, as http://host:4318).
 #[derive(clap::Args)]
 pub(crate) struct Serve {
     /// Where to listen; a name stands for all its addresses. Anything but loopback needs tokens.
@@ -34,6 +35,10 @@ pub(crate) struct Serve {
     /// Print the configuration this would serve with, every key explained, and exit.
     #[arg(long)]
     print_config: bool,
+    /// Give up all functions' secrets, because their key is lost; functions that had some refuse calls until they are set
+    /// again or deleted.
+    #[arg(long)]
+    forget_secrets: bool,
 }
 
 impl Serve {
@@ -59,6 +64,7 @@ impl Serve {
             print!("{}", config.explained().map_err(Failed::No)?);
             return Ok(ExitCode::SUCCESS);
         }
+        let secrets = SecretsAccess { key: secrets_key(&config)?, forget: self.forget_secrets };
         // Each connection is a file; the soft limit is for programs that use select(2).
         let files = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         let raised = rustix::process::Rlimit { current: files.maximum, maximum: files.maximum };
@@ -71,7 +77,7 @@ impl Serve {
             DeviceChoice::Cuda(_) => Some(Device::open(&options).map_err(|e| Failed::No(format!("--device: {e}")))?),
             DeviceChoice::Auto | DeviceChoice::Cpu => None,
         };
-        let opened = Runtime::open(&self.data_dir, config, Some(exe));
+        let opened = Runtime::open_with(&self.data_dir, config, Some(exe), secrets);
         let (runtime, damages) = opened.map_err(|e| Failed::No(e.to_string()))?;
         for damage in &damages {
             eprintln!("warning: quarantined {}: {}", damage.what, damage.why);
@@ -110,6 +116,20 @@ impl Serve {
         let text = std::fs::read_to_string(path).map_err(|e| Failed::Usage(format!("{}: {e}", path.display())))?;
         Config::parse(&text).map_err(|e| Failed::Usage(format!("{}: {e}", path.display())))
     }
+}
+
+/// The key that secrets are sealed with, from the environment or the file the configuration names.
+fn secrets_key(config: &Config) -> Result<Option<SecretsKey>, Failed> {
+    let (text, from) = match (std::env::var("TENSOR_WASM_SECRETS_KEY"), &config.server.secrets_key_file) {
+        (Ok(text), _) if !text.is_empty() => (text, "TENSOR_WASM_SECRETS_KEY".to_owned()),
+        (_, Some(path)) => {
+            let text = std::fs::read_to_string(path);
+            let from = format!("[server] secrets_key_file, {}", path.display());
+            (text.map_err(|e| Failed::Usage(format!("{from}: {e}")))?, from)
+        }
+        (_, None) => return Ok(None),
+    };
+    SecretsKey::parse(&text).map(Some).map_err(|e| Failed::Usage(format!("{from}: {e}")))
 }
 
 fn device_options(choice: DeviceChoice, exe: &std::path::Path, tell: Sender<DeviceEvent>) -> OpenOptions {

@@ -85,7 +85,7 @@ fn memory_stops_at_the_limits_and_comes_back() {
         assert!(refused.header("retry-after").is_some());
         // Another tenant has its own.
         let theirs = [("x-tensorwasm-tenant", "other"), ("content-type", "application/wasm")];
-        let math = support::guest_bytes("math.wasm");
+        let math = guest_bytes("math.wasm");
         server.request("POST", "/functions?name=math", &theirs, &math).ok();
         server.request("POST", "/functions/math/invoke", &theirs[..1], br#"{"export":"nothing"}"#).ok();
     });

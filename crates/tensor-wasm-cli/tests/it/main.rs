@@ -27,6 +27,7 @@ mod kernel;
 mod lifetime;
 mod readme;
 mod run;
+mod secrets;
 mod shutdown;
 mod support;
 mod telemetry;

@@ -114,7 +114,12 @@ impl Server {
         for name in ["TENSOR_WASM_API_TOKENS", "TENSOR_WASM_SERVER", "TENSOR_WASM_TENANT", "TENSOR_WASM_TOKEN"] {
             command.env_remove(name);
         }
-        command.envs(options.env.iter().map(|(k, v)| (k, v)));
+        command.env_remove("TENSOR_WASM_SECRETS_KEY").envs(options.env.iter().map(|(k, v)| (k, v)));
+        Server::started(command, data)
+    }
+
+    /// The server that a command starts, or what it said instead.
+    pub fn started(mut command: Command, data: Arc<tempfile::TempDir>) -> Result<Server, String> {
         let mut child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let audit = collect(child.stdout.take().unwrap());
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();

@@ -6,8 +6,12 @@
 
 mod files;
 pub mod record;
+pub mod secrets;
+pub mod settings;
 pub(crate) mod store;
+pub mod upload;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -15,13 +19,16 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use parking_lot::{Mutex, RwLock};
 use rand::Rng;
 
-pub(crate) use self::files::Files;
-pub use self::record::{
-    Flavor, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Settings, Share, check_name,
-};
+pub(crate) use self::files::{Files, hash as hash_of_file, write_private};
+pub use self::record::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Share, SourceHash, check_name};
+use self::secrets::{OpenSecrets, Vault};
+pub use self::secrets::{Secret, SecretsKey};
+pub use self::settings::{MemoryKind, Settings, SettingsPatch};
 pub use self::store::StoreError;
 use self::store::{Change, Read, Store, Table};
+use self::upload::Uploaded;
 use crate::HashMap;
+use crate::config::Limits;
 use crate::failure::Rejection;
 
 /// Locks that serialise changes of one function; two functions rarely share one.
@@ -35,8 +42,12 @@ pub struct Catalog {
     pub(crate) store: Store,
     index: RwLock<Index>,
     /// Who refers to a source; without anyone its file goes.
-    references: Mutex<HashMap<Revision, Reference>>,
+    references: Mutex<HashMap<SourceHash, Reference>>,
     locks: Vec<tokio::sync::Mutex<()>>,
+    vault: Vault,
+    /// Locks that serialise changes of one tenant's secrets, so that their number is counted before one is added. Taken
+    /// before a function's.
+    secret_locks: Vec<tokio::sync::Mutex<()>>,
     /// Something was lost at start: sources without a function may belong to it and stay.
     is_incomplete: bool,
 }
@@ -79,14 +90,22 @@ pub(crate) enum SourceError {
 /// A source kept alive while something works on it, whether or not a function refers to it already.
 pub(crate) struct Pinned<'a> {
     catalog: &'a Catalog,
-    revision: Revision,
+    source: SourceHash,
+}
+
+/// What a catalog needs to know of its secrets.
+#[derive(Debug, Default)]
+pub struct SecretsAccess {
+    /// What they are sealed with; without one there can be none.
+    pub key: Option<SecretsKey>,
+    /// Gives up the values there are, because their key is lost.
+    pub forget: bool,
 }
 
 impl Catalog {
     /// Opens a data directory, creating it if need be.
-    pub fn open(root: &Path) -> Result<(Catalog, Vec<Damage>), StoreError> {
+    pub fn open(root: &Path, secrets: SecretsAccess) -> Result<(Catalog, Vec<Damage>), StoreError> {
         let io = |e: std::io::Error| StoreError::Io { path: root.to_owned(), why: e.to_string() };
-        std::fs::create_dir_all(root).map_err(io)?;
         let files = Files::open(root).map_err(io)?;
         let mut damages = Vec::new();
         let store = match Store::open(&files.store()).and_then(|store| {
@@ -100,19 +119,26 @@ impl Catalog {
                 tracing::error!(file = %path.display(), why, "the catalog is damaged; rebuilding it from the manifests");
                 damages.push(Damage {
                     what: path.display().to_string(),
-                    why: format!("{why}; functions were rebuilt from manifests/, jobs and results are lost"),
+                    why: format!("{why}; functions were rebuilt from manifests/; jobs, results and secrets are lost"),
                 });
                 files.quarantine(&path, &why);
                 rebuild(&files, &mut damages)?
             }
             Err(other) => return Err(other),
         };
+        if secrets.forget {
+            secrets::forget_all(&store)?;
+        }
+        let vault = Vault::open(secrets.key, &store)?;
+        let locks = || (0..LOCKS).map(|_| tokio::sync::Mutex::default()).collect();
         let mut catalog = Catalog {
             files,
             store,
+            vault,
+            secret_locks: locks(),
             index: RwLock::default(),
             references: Mutex::default(),
-            locks: (0..LOCKS).map(|_| tokio::sync::Mutex::default()).collect(),
+            locks: locks(),
             is_incomplete: false,
         };
         catalog.load(&mut damages)?;
@@ -157,15 +183,18 @@ impl Catalog {
         self.index.read().tenants.values().flat_map(|t| t.by_name.values().cloned()).collect()
     }
 
-    /// Gives a function a new revision and all the traffic. Deploying what is already current changes only its settings.
+    /// Gives a function a new revision and all the traffic. `revise` makes it from what the function is by then, under
+    /// the function's lock, so that of two deploys that race the second one builds on the first. A revision that is there
+    /// already becomes the newest again.
     pub(crate) async fn deploy(
         &self,
         tenant: &str,
         name: &str,
-        revision: RevisionRecord,
         revisions_max: usize,
+        revise: impl FnOnce(Option<&FunctionRecord>) -> Result<RevisionRecord, Rejection>,
     ) -> Result<Arc<FunctionRecord>, Rejection> {
         self.change(tenant, name, |old| {
+            let mut revision = revise(old)?;
             let mut record = old.cloned().unwrap_or_else(|| FunctionRecord {
                 id: uuid::Uuid::now_v7().to_string(),
                 tenant: tenant.to_owned(),
@@ -173,14 +202,26 @@ impl Catalog {
                 created_ms: now_ms(),
                 revisions: Vec::new(),
                 traffic: Vec::new(),
+                secret_names: BTreeSet::new(),
+                secrets: OpenSecrets::default(),
             });
             record.traffic = vec![Share { revision: revision.revision.clone(), weight: 1 }];
-            match record.revisions.iter_mut().find(|r| r.revision == revision.revision) {
-                Some(known) => {
-                    known.settings = revision.settings;
-                    known.quarantined = None;
+            // Its bytes are there again, whole: also for the other revisions that have them.
+            for r in record.revisions.iter_mut().filter(|r| r.source == revision.source) {
+                r.quarantined = None;
+            }
+            // Deploying the newest once more changes nothing, its time included.
+            match record.revisions.iter().position(|r| r.revision == revision.revision) {
+                Some(at) if at + 1 == record.revisions.len() => {
+                    revision.created_ms = record.revisions[at].created_ms;
+                    record.revisions[at] = revision;
                 }
-                None => record.revisions.push(revision),
+                known => {
+                    if let Some(at) = known {
+                        record.revisions.remove(at);
+                    }
+                    record.revisions.push(revision);
+                }
             }
             while record.revisions.len() > revisions_max {
                 let has_traffic = |r: &RevisionRecord| record.traffic.iter().any(|s| s.revision == r.revision);
@@ -234,35 +275,99 @@ impl Catalog {
 
     pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
         let name = &self.resolve(tenant, name)?.name;
-        self.change(tenant, name, |old| old.map(|_| None).ok_or_else(|| not_found(tenant, name))).await?;
+        self.change_with(tenant, name, |old| {
+            let old = old.ok_or_else(|| not_found(tenant, name))?;
+            Ok((None, old.secret_names.iter().map(|key| secrets::remove(old, key)).collect()))
+        })
+        .await?;
         Ok(())
     }
 
-    /// Marks a revision as unusable wherever it is used; it is still listed, with the reason.
-    pub(crate) async fn quarantine(&self, revision: &Revision, why: &str) {
+    /// Gives a function a secret, or a secret another value.
+    pub(crate) async fn set_secret(
+        &self,
+        tenant: &str,
+        name: &str,
+        key: &str,
+        value: Secret,
+        limits: &Limits,
+    ) -> Result<Arc<FunctionRecord>, Rejection> {
+        secrets::check_secret_name(key)?;
+        if value.len() > limits.secret_bytes_max {
+            let (what, limit) = ("the secret's value", "[limits] secret_bytes_max");
+            return Err(Rejection::TooLarge { what, bytes_max: limits.secret_bytes_max, limit });
+        }
+        let _counted = self.secret_locks[lock_of(tenant)].lock().await;
+        let name = &self.resolve(tenant, name)?.name;
+        self.change_with(tenant, name, |old| {
+            let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
+            if !record.secret_names.contains(key) && self.count_secrets(tenant) >= limits.secrets_max {
+                let max = limits.secrets_max;
+                let why = format!("tenant {tenant:?} has {max} secrets, which is its limit ([limits] secrets_max)");
+                return Err(Rejection::Conflict { why });
+            }
+            let changes = self.vault.put(&record, key, &value)?;
+            record.secret_names.insert(key.to_owned());
+            Arc::make_mut(&mut record.secrets).insert(key.to_owned(), Arc::new(value));
+            Ok((Some(record), changes))
+        })
+        .await?
+        .ok_or_else(|| not_found(tenant, name))
+    }
+
+    pub(crate) async fn delete_secret(
+        &self,
+        tenant: &str,
+        name: &str,
+        key: &str,
+    ) -> Result<Arc<FunctionRecord>, Rejection> {
+        let _counted = self.secret_locks[lock_of(tenant)].lock().await;
+        let name = &self.resolve(tenant, name)?.name;
+        self.change_with(tenant, name, |old| {
+            let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
+            if !record.secret_names.remove(key) {
+                let key = key.chars().take(record::NAME_BYTES_MAX).collect();
+                return Err(Rejection::NotFound { what: "secret", name: key, tenant: tenant.to_owned() });
+            }
+            Arc::make_mut(&mut record.secrets).remove(key);
+            let change = secrets::remove(&record, key);
+            Ok((Some(record), vec![change]))
+        })
+        .await?
+        .ok_or_else(|| not_found(tenant, name))
+    }
+
+    fn count_secrets(&self, tenant: &str) -> usize {
+        let index = self.index.read();
+        index.tenants.get(tenant).map_or(0, |t| t.by_name.values().map(|f| f.secret_names.len()).sum())
+    }
+
+    /// Marks every revision of a source as unusable; they are still listed, with the reason.
+    pub(crate) async fn quarantine(&self, source: &SourceHash, why: &str) {
         {
             // A deploy of the same bytes may have written them anew since they were found damaged.
             let _no_deploy = self.references.lock();
-            match self.read_source(revision) {
-                Err(SourceError::Damaged(_)) => self.files.quarantine(&self.files.source(revision), why),
+            match self.check_source(source) {
+                Err(SourceError::Damaged(_)) => self.files.quarantine(&self.files.source(source), why),
                 _ => return,
             }
         }
         for function in self.everything() {
-            if function.revision(revision).is_none_or(|r| r.quarantined.is_some()) {
+            let is_good = |r: &RevisionRecord| r.source == *source && r.quarantined.is_none();
+            if !function.revisions.iter().any(is_good) {
                 continue;
             }
             tracing::error!(
                 tenant = function.tenant,
                 function = function.name,
-                revision = revision.as_str(),
+                source = source.as_str(),
                 why,
                 "quarantined"
             );
             let marked = self
                 .change(&function.tenant, &function.name, |old| {
                     let mut record = old.cloned().ok_or_else(|| not_found(&function.tenant, &function.name))?;
-                    for r in record.revisions.iter_mut().filter(|r| r.revision == *revision) {
+                    for r in record.revisions.iter_mut().filter(|r| r.source == *source) {
                         r.quarantined = Some(why.to_owned());
                     }
                     Ok(Some(record))
@@ -274,11 +379,11 @@ impl Catalog {
         }
     }
 
-    /// The deployed bytes, checked against their hash.
-    pub(crate) fn read_source(&self, revision: &Revision) -> Result<Vec<u8>, SourceError> {
-        let path = self.files.source(revision);
-        match std::fs::read(&path) {
-            Ok(bytes) if Revision::of(&bytes) == *revision => Ok(bytes),
+    /// Checks the deployed bytes against their hash, reading them piece by piece.
+    pub(crate) fn check_source(&self, source: &SourceHash) -> Result<(), SourceError> {
+        let path = self.files.source(source);
+        match files::hash(&path) {
+            Ok(found) if SourceHash::from(found) == *source => Ok(()),
             Ok(_) => Err(SourceError::Damaged(format!("{}: the content does not match its hash", path.display()))),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 Err(SourceError::Damaged(format!("{}: missing", path.display())))
@@ -287,28 +392,26 @@ impl Catalog {
         }
     }
 
-    /// Writes a source (if it is not there, whole) and keeps it until the guard drops.
-    pub(crate) fn pin_source(&self, revision: &Revision, wasm: &[u8]) -> Result<Pinned<'_>, Rejection> {
-        let mut references = self.references.lock();
-        references.entry(revision.clone()).or_default().count += 1;
-        let pinned = Pinned { catalog: self, revision: revision.clone() };
-        let there = self.read_source(revision).is_ok();
-        drop(references);
-        if !there {
-            self.files
-                .write(&self.files.source(revision), wasm)
-                .map_err(|e| Rejection::Storage { why: e.to_string() })?;
+    /// Moves an upload to where its hash belongs (if it is not there, whole) and keeps it until the guard drops.
+    pub(crate) fn pin_source(&self, upload: &Uploaded) -> Result<Pinned<'_>, Rejection> {
+        let source = upload.source();
+        self.references.lock().entry(source.clone()).or_default().count += 1;
+        let pinned = Pinned { catalog: self, source: source.clone() };
+        // Not under the lock: hashing a gigabyte takes a second. It is referred to, so it stays.
+        if self.check_source(source).is_err() {
+            let installed = self.files.install(upload.path(), &self.files.source(source));
+            installed.map_err(|e| Rejection::Storage { why: e.to_string() })?;
         }
         Ok(pinned)
     }
 
     /// What a source is, where some function has it already.
-    pub(crate) fn shape(&self, revision: &Revision) -> Option<(Kind, Flavor)> {
-        self.references.lock().get(revision)?.shape
+    pub(crate) fn shape(&self, source: &SourceHash) -> Option<(Kind, Flavor)> {
+        self.references.lock().get(source)?.shape
     }
 
-    pub(crate) fn artifact_digest(&self, revision: &Revision, engine: &str) -> Option<String> {
-        match self.store.get(Table::Artifacts, &artifact_key(revision, engine)) {
+    pub(crate) fn artifact_digest(&self, source: &SourceHash, engine: &str) -> Option<String> {
+        match self.store.get(Table::Artifacts, &artifact_key(source, engine)) {
             Ok(Some(Read::Good(digest))) => Some(digest),
             _ => None,
         }
@@ -316,11 +419,11 @@ impl Catalog {
 
     pub(crate) async fn set_artifact_digest(
         &self,
-        revision: &Revision,
+        source: &SourceHash,
         engine: &str,
         digest: &str,
     ) -> Result<(), Rejection> {
-        let change = Change::put(Table::Artifacts, artifact_key(revision, engine), &digest);
+        let change = Change::put(Table::Artifacts, artifact_key(source, engine), &digest);
         self.store.write(vec![change]).await.map_err(storage)
     }
 
@@ -329,19 +432,19 @@ impl Catalog {
         if self.is_incomplete {
             return;
         }
-        let root = self.files.source(&Revision::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
+        let root = self.files.source(&SourceHash::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
         let Some(Ok(dirs)) = root.map(std::fs::read_dir) else { return };
         for file in dirs.flatten().filter_map(|dir| std::fs::read_dir(dir.path()).ok()).flatten().flatten() {
-            let Some(Ok(revision)) =
-                file.path().file_stem().map(|s| Revision::try_from(s.to_string_lossy().into_owned()))
+            let Some(Ok(source)) =
+                file.path().file_stem().map(|s| SourceHash::try_from(s.to_string_lossy().into_owned()))
             else {
                 continue;
             };
             let references = self.references.lock();
-            if !references.contains_key(&revision) {
+            if !references.contains_key(&source) {
                 tracing::info!(file = %file.path().display(), "removing a source no function refers to");
                 let _ = std::fs::remove_file(file.path());
-                self.files.remove_artifacts(&revision);
+                self.files.remove_artifacts(&source);
             }
         }
     }
@@ -353,17 +456,28 @@ impl Catalog {
         name: &str,
         edit: impl FnOnce(Option<&FunctionRecord>) -> Result<Option<FunctionRecord>, Rejection>,
     ) -> Result<Option<Arc<FunctionRecord>>, Rejection> {
+        self.change_with(tenant, name, |old| Ok((edit(old)?, Vec::new()))).await
+    }
+
+    /// The same, with changes that are committed together with the record.
+    async fn change_with(
+        &self,
+        tenant: &str,
+        name: &str,
+        edit: impl FnOnce(Option<&FunctionRecord>) -> Result<(Option<FunctionRecord>, Vec<Change>), Rejection>,
+    ) -> Result<Option<Arc<FunctionRecord>>, Rejection> {
         let key = record::key(tenant, name);
-        let slot = blake3::hash(key.as_bytes()).as_bytes()[0] as usize % LOCKS;
-        let _guard = self.locks[slot].lock().await;
+        let _guard = self.locks[lock_of(&key)].lock().await;
         let old = self.resolve_name(tenant, name);
-        let new = edit(old.as_deref())?.map(Arc::new);
+        let (new, mut changes) = edit(old.as_deref())?;
+        let new = new.map(Arc::new);
         let change = match (&old, &new) {
             (_, Some(new)) => Change::put(Table::Functions, key, &**new),
             (Some(_), None) => Change::Delete(Table::Functions, key),
             (None, None) => return Ok(None),
         };
-        self.store.write(vec![change]).await.map_err(storage)?;
+        changes.push(change);
+        self.store.write(changes).await.map_err(storage)?;
         self.refer(old.as_deref(), new.as_deref());
         self.show(old.as_deref(), new.clone());
         self.keep_manifest(old.as_deref(), new.as_deref());
@@ -397,25 +511,25 @@ impl Catalog {
     fn refer(&self, old: Option<&FunctionRecord>, new: Option<&FunctionRecord>) {
         for revision in new.into_iter().flat_map(|r| &r.revisions) {
             let mut references = self.references.lock();
-            let reference = references.entry(revision.revision.clone()).or_default();
+            let reference = references.entry(revision.source.clone()).or_default();
             reference.count += 1;
             reference.shape = Some((revision.kind, revision.flavor));
         }
         for revision in old.into_iter().flat_map(|r| &r.revisions) {
-            self.unrefer(&revision.revision);
+            self.unrefer(&revision.source);
         }
     }
 
-    fn unrefer(&self, revision: &Revision) {
+    fn unrefer(&self, source: &SourceHash) {
         let mut references = self.references.lock();
-        let Some(reference) = references.get_mut(revision) else { return };
+        let Some(reference) = references.get_mut(source) else { return };
         reference.count -= 1;
         if reference.count == 0 {
-            references.remove(revision);
+            references.remove(source);
             // Under the lock, so that a deploy of the same bytes cannot find the files and then lose them.
-            let _ = std::fs::remove_file(self.files.source(revision));
-            let engines = self.files.remove_artifacts(revision);
-            let digests = engines.iter().map(|engine| Change::Delete(Table::Artifacts, artifact_key(revision, engine)));
+            let _ = std::fs::remove_file(self.files.source(source));
+            let engines = self.files.remove_artifacts(source);
+            let digests = engines.iter().map(|engine| Change::Delete(Table::Artifacts, artifact_key(source, engine)));
             self.store.write_later(digests.collect());
         }
     }
@@ -452,7 +566,13 @@ impl Catalog {
                     kept
                 }
             };
-            self.take_in(function, damages);
+            let (secrets, lost) = self.vault.open_all(&self.store, &function)?;
+            for (key, why) in lost {
+                let what = format!("secret {key} of function {}", function.name);
+                tracing::error!(what, why, "lost; set it again");
+                damages.push(Damage { what, why: format!("{why}; set it again") });
+            }
+            self.take_in(FunctionRecord { secrets, ..function }, damages);
         }
         if !repaired.is_empty() {
             self.store.write_blocking(repaired)?;
@@ -462,7 +582,7 @@ impl Catalog {
 
     fn take_in(&self, mut function: FunctionRecord, damages: &mut Vec<Damage>) {
         for revision in &mut function.revisions {
-            let path = self.files.source(&revision.revision);
+            let path = self.files.source(&revision.source);
             if revision.quarantined.is_none() && !path.is_file() {
                 let why = format!("{}: missing", path.display());
                 let what = format!("function {} revision {}", function.name, revision.revision.short());
@@ -522,7 +642,7 @@ fn chosen(function: &FunctionRecord) -> Option<usize> {
 
 impl Drop for Pinned<'_> {
     fn drop(&mut self) {
-        self.catalog.unrefer(&self.revision);
+        self.catalog.unrefer(&self.source);
     }
 }
 
@@ -558,8 +678,13 @@ fn not_found(tenant: &str, name: &str) -> Rejection {
     Rejection::NotFound { what: "function", name: name.to_owned(), tenant: tenant.to_owned() }
 }
 
-fn artifact_key(revision: &Revision, engine: &str) -> String {
-    format!("{}/{engine}", revision.as_str())
+fn artifact_key(source: &SourceHash, engine: &str) -> String {
+    format!("{}/{engine}", source.as_str())
+}
+
+/// Which lock of [`LOCKS`] a key takes.
+fn lock_of(key: &str) -> usize {
+    usize::from(blake3::hash(key.as_bytes()).as_bytes()[0]) % LOCKS
 }
 
 pub(crate) fn storage(error: StoreError) -> Rejection {
@@ -569,4 +694,56 @@ pub(crate) fn storage(error: StoreError) -> Rejection {
 pub(crate) fn now_ms() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A data directory as the version before wrote it, when a revision was the hash of its bytes.
+    #[test]
+    fn a_data_directory_of_the_version_before_opens() {
+        let dir = tempfile::tempdir().unwrap();
+        let source = SourceHash::of(b"bytes");
+        let old = serde_json::json!({
+            "id": "0190", "tenant": "default", "name": "f", "created_ms": 1,
+            "revisions": [{"revision": source, "kind": "core_exports", "flavor": "plain", "bytes": 5, "created_ms": 2,
+                           "settings": {"public": true}}],
+            "traffic": [{"revision": source, "weight": 1}],
+        });
+        {
+            let files = Files::open(dir.path()).unwrap();
+            files.write(&files.source(&source), b"bytes").unwrap();
+            files.write(&files.manifest("0190"), &store::encode(&old)).unwrap();
+            let store = Store::open(&files.store()).unwrap();
+            store.write_blocking(vec![Change::put(Table::Functions, "default\0f", &old)]).unwrap();
+        }
+        let reopened = || loop {
+            // The writer thread lets go of the file once its channel closes.
+            match Catalog::open(dir.path(), SecretsAccess::default()) {
+                Err(StoreError::InUse { .. }) => std::thread::yield_now(),
+                other => break other.unwrap(),
+            }
+        };
+        let check = |function: &FunctionRecord| {
+            let current = function.current().unwrap();
+            assert_eq!((&current.source, current.settings.public), (&source, true));
+            assert_eq!(current.revision, Revision::of(&source, &current.settings));
+        };
+        let (catalog, damages) = reopened();
+        assert_eq!(damages, []);
+        check(&catalog.resolve("default", "f").unwrap());
+        // Any change writes it in today's form, under the id it has now.
+        let now = catalog.resolve("default", "f").unwrap().traffic[0].revision.as_str().to_owned();
+        let threads = tokio::runtime::Runtime::new().unwrap();
+        threads.block_on(catalog.set_traffic("default", "f", &[(now, 2)])).unwrap();
+        drop(catalog);
+        check(&reopened().0.resolve("default", "f").unwrap());
+        // And the manifest alone is enough.
+        std::fs::write(dir.path().join("manifests/0190.json"), store::encode(&old)).unwrap();
+        std::fs::write(dir.path().join("catalog.redb"), b"nonsense").unwrap();
+        let (catalog, damages) = reopened();
+        assert_eq!(damages.len(), 1);
+        check(&catalog.resolve("default", "f").unwrap());
+    }
 }

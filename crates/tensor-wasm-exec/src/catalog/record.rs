@@ -1,57 +1,90 @@
 //! What the catalog keeps of a function. Plain data with serde, because it is what lies on disk; the HTTP shapes are
 //! `tensor-wasm-api`'s own.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
+use super::secrets::OpenSecrets;
+use super::settings::Settings;
 use crate::failure::Rejection;
 
 /// Longest function or tenant name: fits a DNS label with room, a metric label and a file name.
 pub const NAME_BYTES_MAX: usize = 128;
 
-/// The BLAKE3 hash of a deployed module or component, in hexadecimal. Same bytes, same revision.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct Revision(Box<str>);
+/// A BLAKE3 hash in hexadecimal, as a type of its own.
+macro_rules! hash_type {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(try_from = "String", into = "String")]
+        pub struct $name(Box<str>);
 
-impl std::hash::Hash for Revision {
-    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
-        // Already a hash: 128 bits of it are as good as all, also against someone who searches for collisions.
-        state.write(&self.0.as_bytes()[..32]);
+        impl std::hash::Hash for $name {
+            fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+                // Already a hash: 128 bits of it are as good as all, also against someone who searches for collisions.
+                state.write(&self.0.as_bytes()[..32]);
+            }
+        }
+
+        impl $name {
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+
+            /// The first characters: enough for people and messages.
+            pub fn short(&self) -> &str {
+                &self.0[..12]
+            }
+        }
+
+        impl From<blake3::Hash> for $name {
+            fn from(hash: blake3::Hash) -> $name {
+                $name(hash.to_hex().as_str().into())
+            }
+        }
+
+        impl TryFrom<String> for $name {
+            type Error = String;
+
+            fn try_from(text: String) -> Result<Self, String> {
+                // A record is untrusted as far as file names go: only a well-formed hash becomes a path.
+                let hash = blake3::Hash::from_hex(&text).map_err(|e| format!("{text:?} is not a hash: {e}"))?;
+                Ok(hash.into())
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(hash: $name) -> String {
+                hash.0.into()
+            }
+        }
+    };
+}
+
+hash_type! {
+    /// What was deployed: the hash of a module's or component's bytes. Names its files; two revisions may share them.
+    SourceHash
+}
+
+hash_type! {
+    /// A revision's id: the hash over its bytes' hash and its settings. Same bytes and settings, same revision.
+    Revision
+}
+
+impl SourceHash {
+    pub fn of(wasm: &[u8]) -> SourceHash {
+        blake3::hash(wasm).into()
     }
 }
 
 impl Revision {
-    pub fn of(wasm: &[u8]) -> Revision {
-        Revision(blake3::hash(wasm).to_hex().as_str().into())
-    }
-
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-
-    /// The first characters: enough for people and messages.
-    pub fn short(&self) -> &str {
-        &self.0[..12]
-    }
-}
-
-impl TryFrom<String> for Revision {
-    type Error = String;
-
-    fn try_from(text: String) -> Result<Self, String> {
-        match blake3::Hash::from_hex(&text) {
-            // A record is untrusted as far as file names go: only a well-formed hash becomes a path.
-            Ok(hash) => Ok(Revision(hash.to_hex().as_str().into())),
-            Err(e) => Err(format!("{text:?} is not a revision: {e}")),
-        }
-    }
-}
-
-impl From<Revision> for String {
-    fn from(revision: Revision) -> String {
-        revision.0.into()
+    pub fn of(source: &SourceHash, settings: &Settings) -> Revision {
+        let mut hasher = blake3::Hasher::new_derive_key("tensor-wasm 2026 revision: source and settings");
+        hasher.update(source.as_str().as_bytes());
+        // Keys in the order of the struct and, in `env`, sorted: the same settings are the same text.
+        hasher.update(&serde_json::to_vec(settings).unwrap_or_default());
+        hasher.finalize().into()
     }
 }
 
@@ -92,62 +125,18 @@ pub enum Flavor {
     Concurrent,
 }
 
-/// Where a function's linear memory comes from.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MemoryKind {
-    /// From the engine's pool, a copy-on-write image of the module's: quickest to start.
-    #[default]
-    Pooled,
-    /// From memory that the device sees in place, so that kernels may be passed pointers into it.
-    Pinned,
-}
-
-impl MemoryKind {
-    fn is_pooled(&self) -> bool {
-        *self == MemoryKind::Pooled
-    }
-}
-
-/// What a function's author chooses.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct Settings {
-    /// The author promises that a call leaves nothing behind that the next one may not see: instances are kept and
-    /// called again.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub reuse: bool,
-    /// `/run/NAME` answers callers without a token.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub public: bool,
-    /// A tighter deadline than the tenant's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub deadline_ms: Option<u64>,
-    /// A tighter memory limit than the tenant's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory_bytes: Option<u64>,
-    /// It may use the GPU.
-    #[serde(skip_serializing_if = "std::ops::Not::not")]
-    pub gpu: bool,
-    /// Where its linear memory comes from.
-    #[serde(skip_serializing_if = "MemoryKind::is_pooled")]
-    pub memory: MemoryKind,
-    /// Environment variables of the guest.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    pub env: BTreeMap<String, String>,
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct RevisionRecord {
     pub revision: Revision,
+    pub source: SourceHash,
     pub kind: Kind,
     pub flavor: Flavor,
     pub bytes: u64,
+    /// When it was last deployed.
     pub created_ms: u64,
-    #[serde(default)]
     pub settings: Settings,
     /// Why it cannot be served, once found damaged.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub quarantined: Option<String>,
 }
 
@@ -158,16 +147,74 @@ pub struct Share {
     pub weight: u32,
 }
 
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(from = "StoredFunction")]
 pub struct FunctionRecord {
     pub id: String,
     pub tenant: String,
     pub name: String,
     pub created_ms: u64,
-    /// Oldest first.
+    /// In the order they were deployed, the newest last.
     pub revisions: Vec<RevisionRecord>,
     /// One or two shares, their weights adding up to more than zero.
     pub traffic: Vec<Share>,
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub secret_names: BTreeSet<String>,
+    /// The values of those names that could be opened. In memory only.
+    #[serde(skip)]
+    pub(crate) secrets: OpenSecrets,
+}
+
+/// A function as it lies on disk, in this form or an earlier one.
+#[derive(Deserialize)]
+struct StoredFunction {
+    id: String,
+    tenant: String,
+    name: String,
+    created_ms: u64,
+    revisions: Vec<StoredRevision>,
+    traffic: Vec<Share>,
+    #[serde(default)]
+    secret_names: BTreeSet<String>,
+}
+
+#[derive(Deserialize)]
+struct StoredRevision {
+    revision: Revision,
+    /// Absent in records from before settings were part of the id, when a revision was the hash of its bytes.
+    source: Option<SourceHash>,
+    kind: Kind,
+    flavor: Flavor,
+    bytes: u64,
+    created_ms: u64,
+    #[serde(default)]
+    settings: Settings,
+    #[serde(default)]
+    quarantined: Option<String>,
+}
+
+impl From<StoredFunction> for FunctionRecord {
+    fn from(stored: StoredFunction) -> FunctionRecord {
+        let StoredFunction { id, tenant, name, created_ms, revisions, mut traffic, secret_names } = stored;
+        let migrate = |stored: StoredRevision| {
+            let StoredRevision { revision, source, kind, flavor, bytes, created_ms, settings, quarantined } = stored;
+            let (revision, source) = match source {
+                Some(source) => (revision, source),
+                None => {
+                    let source = SourceHash(revision.0.clone());
+                    let migrated = Revision::of(&source, &settings);
+                    for share in traffic.iter_mut().filter(|share| share.revision == revision) {
+                        share.revision = migrated.clone();
+                    }
+                    (migrated, source)
+                }
+            };
+            RevisionRecord { revision, source, kind, flavor, bytes, created_ms, settings, quarantined }
+        };
+        let revisions = revisions.into_iter().map(migrate).collect();
+        let secrets = OpenSecrets::default();
+        FunctionRecord { id, tenant, name, created_ms, revisions, traffic, secret_names, secrets }
+    }
 }
 
 impl FunctionRecord {
@@ -181,19 +228,43 @@ impl FunctionRecord {
         self.revision(&share.revision)
     }
 
-    /// Finds a revision by the beginning of its hash.
+    /// The settings that a deploy's changes are made to: those of the revision with (most of) the traffic.
+    pub fn serving_settings(&self) -> Settings {
+        self.current().map(|r| r.settings.clone()).unwrap_or_default()
+    }
+
+    /// Finds a revision by the beginning of its id, or else by that of its bytes' hash.
     pub fn find(&self, prefix: &str) -> Result<&RevisionRecord, Rejection> {
-        let mut matching =
-            self.revisions.iter().filter(|r| !prefix.is_empty() && r.revision.as_str().starts_with(prefix));
-        match (matching.next(), matching.next()) {
+        let only = |text: fn(&RevisionRecord) -> &str| {
+            let mut matching = self.revisions.iter().filter(|r| !prefix.is_empty() && text(r).starts_with(prefix));
+            (matching.next(), matching.next())
+        };
+        match only(|r| r.revision.as_str()) {
+            (Some(only), None) => return Ok(only),
+            (Some(_), Some(_)) => {
+                let why = format!("revision {prefix:?} is ambiguous: give more of it");
+                return Err(Rejection::Conflict { why });
+            }
+            (None, _) => {}
+        }
+        match only(|r| r.source.as_str()) {
             (Some(only), None) => Ok(only),
             (Some(_), Some(_)) => {
-                Err(Rejection::Conflict { why: format!("revision {prefix:?} is ambiguous: give more of it") })
+                let why = format!("{prefix:?} names the bytes of several revisions: give a revision's id");
+                Err(Rejection::Conflict { why })
             }
             (None, _) => {
                 Err(Rejection::NotFound { what: "revision", name: prefix.to_owned(), tenant: self.tenant.clone() })
             }
         }
+    }
+
+    /// The first of its secrets that has no value any more.
+    pub(crate) fn lost_secret(&self) -> Option<&str> {
+        if self.secret_names.len() == self.secrets.len() {
+            return None;
+        }
+        self.secret_names.iter().map(String::as_str).find(|name| !self.secrets.contains_key(*name))
     }
 
     pub fn key(&self) -> String {
@@ -240,8 +311,37 @@ mod tests {
 
     #[test]
     fn a_revision_is_a_hash_or_nothing() {
-        let revision = Revision::of(b"x");
-        assert_eq!(Revision::try_from(revision.as_str().to_owned()), Ok(revision));
-        assert!(Revision::try_from("../../etc/passwd".to_owned()).is_err());
+        let source = SourceHash::of(b"x");
+        let revision = Revision::of(&source, &Settings::default());
+        assert_eq!(Revision::try_from(revision.as_str().to_owned()), Ok(revision.clone()));
+        assert_eq!(SourceHash::try_from(source.as_str().to_owned()), Ok(source.clone()));
+        assert!(SourceHash::try_from("../../etc/passwd".to_owned()).is_err());
+        let public = Settings { public: true, ..Settings::default() };
+        assert_ne!(Revision::of(&source, &public), revision, "settings are part of it");
+        assert_ne!(Revision::of(&SourceHash::of(b"y"), &Settings::default()), revision, "and so are the bytes");
+    }
+
+    #[test]
+    fn records_of_the_version_before_are_read() {
+        let (one, two) = (SourceHash::of(b"1"), SourceHash::of(b"2"));
+        let old = serde_json::json!({
+            "id": "i", "tenant": "t", "name": "n", "created_ms": 1,
+            "revisions": [
+                {"revision": one, "kind": "core_exports", "flavor": "plain", "bytes": 1, "created_ms": 2},
+                {"revision": two, "kind": "core_exports", "flavor": "plain", "bytes": 1, "created_ms": 3,
+                 "settings": {"public": true, "env": {"A": "1"}}},
+            ],
+            "traffic": [{"revision": two, "weight": 3}, {"revision": one, "weight": 1}],
+        });
+        let record: FunctionRecord = serde_json::from_value(old).unwrap();
+        let current = record.current().unwrap();
+        assert_eq!(current.source, two);
+        assert_eq!(current.revision, Revision::of(&two, &current.settings));
+        assert!(current.settings.public);
+        assert_eq!(record.traffic[1].revision, Revision::of(&one, &Settings::default()));
+        // What was known as a revision still finds it.
+        assert_eq!(record.find(&one.as_str()[..10]).unwrap().source, one);
+        let again: FunctionRecord = serde_json::from_value(serde_json::to_value(&record).unwrap()).unwrap();
+        assert_eq!((again.revisions, again.traffic), (record.revisions, record.traffic));
     }
 }

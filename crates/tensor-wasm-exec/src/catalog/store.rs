@@ -38,9 +38,12 @@ pub(crate) enum Table {
     Jobs,
     /// `tenant NUL key` → the job an idempotency key stands for.
     IdempotencyKeys,
+    /// `tenant NUL function id NUL name` → a secret's sealed value.
+    Secrets,
 }
 
-pub(crate) const TABLES: [Table; 4] = [Table::Functions, Table::Artifacts, Table::Jobs, Table::IdempotencyKeys];
+pub(crate) const TABLES: [Table; 5] =
+    [Table::Functions, Table::Artifacts, Table::Jobs, Table::IdempotencyKeys, Table::Secrets];
 
 impl Table {
     fn definition(self) -> TableDefinition<'static, &'static str, &'static [u8]> {
@@ -49,6 +52,7 @@ impl Table {
             Table::Artifacts => "artifacts",
             Table::Jobs => "jobs",
             Table::IdempotencyKeys => "idempotency_keys",
+            Table::Secrets => "secrets",
         })
     }
 }
@@ -75,6 +79,12 @@ pub enum StoreError {
     Damaged { path: PathBuf, why: String },
     #[error("{path}: {why}", path = path.display())]
     Io { path: PathBuf, why: String },
+    #[error(
+        "{path}: {why}; give the right one in TENSOR_WASM_SECRETS_KEY or [server] secrets_key_file, or give the secrets up \
+         with `serve --forget-secrets` and set them again",
+        path = path.display()
+    )]
+    Secrets { path: PathBuf, why: String },
 }
 
 struct Request {
@@ -203,6 +213,10 @@ impl Store {
         })
     }
 
+    pub(crate) fn path(&self) -> &Path {
+        &self.file.path
+    }
+
     fn gone(&self) -> StoreError {
         StoreError::Io { path: self.file.path.clone(), why: "the writer has stopped".to_owned() }
     }
@@ -269,6 +283,7 @@ impl File {
         *guard = None;
         let path = self.path.clone();
         let opened = std::panic::catch_unwind(move || {
+            super::files::create_private(&path)?;
             let database = Database::builder().set_cache_size(CACHE_BYTES).create(&path)?;
             let transaction = database.begin_write().map_err(|e| DatabaseError::Storage(into_storage(e.into())))?;
             for table in TABLES {

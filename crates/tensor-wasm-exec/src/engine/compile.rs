@@ -11,7 +11,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -21,7 +21,7 @@ use wasmtime::{Module, Precompiled};
 
 use crate::HashMap;
 use crate::admission::Account;
-use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
+use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, SourceHash, hash_of_file, write_private};
 use crate::config::{self, Config, Limits};
 use crate::engine::{EngineKind, Engines, compiler_config};
 use crate::failure::{Bug, Failure, Rejection};
@@ -31,6 +31,10 @@ const CPU_SLACK_S: u64 = 5;
 
 /// How much of a compiler's complaint is passed on.
 const MESSAGE_BYTES_MAX: usize = 2_000;
+
+/// Said of a module that imports `kernel`, which no function has.
+const KERNEL_MODULE: &str = "it is a kernel module (it imports \"kernel\"), which runs on a device and is no function: try \
+                             it with `tensor-wasm kernel run FILE`, or deploy a function with --gpu that loads it";
 
 /// What the compile worker is told.
 #[derive(Debug, Serialize, Deserialize)]
@@ -45,8 +49,16 @@ pub struct Order {
 /// What it answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Answer {
-    Compiled { kind: Kind, flavor: Flavor, memory_bytes_min: u64 },
+    Compiled { kind: Kind, flavor: Flavor, memory_bytes_min: u64, cost: CompileCost },
     Refused { why: String },
+}
+
+/// What a compilation took, in its worker.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CompileCost {
+    pub wall_ms: u64,
+    /// On all cores together.
+    pub cpu_ms: u64,
 }
 
 /// A module or component found fit to compile.
@@ -54,6 +66,7 @@ pub enum Answer {
 pub(crate) struct Compiled {
     pub kind: Kind,
     pub flavor: Flavor,
+    pub cost: CompileCost,
 }
 
 pub struct Compiler {
@@ -87,7 +100,7 @@ impl Compiler {
         catalog: &Catalog,
         engines: &Engines,
         engine_config: &config::Engine,
-        revision: &Revision,
+        source: &SourceHash,
         account: &Account,
         memory: MemoryKind,
     ) -> Result<Compiled, Failure> {
@@ -99,7 +112,7 @@ impl Compiler {
         let _slot = self.slots.acquire().await.map_err(|e| Bug(e.to_string()))?;
         let scratch = catalog.files.scratch();
         let order = Order {
-            source: catalog.files.source(revision),
+            source: catalog.files.source(source),
             output: scratch.clone(),
             engine: engine_config.clone(),
             memory,
@@ -109,7 +122,7 @@ impl Compiler {
             Some(exe) => ask_worker(exe, &order).await,
             None => tokio::task::spawn_blocking(move || execute(&order)).await.map_err(|e| Bug(e.to_string()).into()),
         };
-        let result = install(catalog, engines, (revision, memory), limits, &scratch, answer).await;
+        let result = install(catalog, engines, (source, memory), limits, &scratch, answer).await;
         if result.is_err() {
             let _ = std::fs::remove_file(&scratch);
         }
@@ -137,7 +150,7 @@ impl Drop for Turn<'_> {
 async fn install(
     catalog: &Catalog,
     engines: &Engines,
-    (revision, memory): (&Revision, MemoryKind),
+    (source, memory): (&SourceHash, MemoryKind),
     limits: &Limits,
     scratch: &Path,
     answer: Result<Answer, Failure>,
@@ -148,15 +161,15 @@ async fn install(
             let bytes_max = limits.memory_bytes_max;
             return Err(Rejection::ModuleMemoryTooLarge { bytes: memory_bytes_min, bytes_max }.into());
         }
-        Answer::Compiled { kind, flavor, .. } => Compiled { kind, flavor },
+        Answer::Compiled { kind, flavor, cost, .. } => Compiled { kind, flavor, cost },
     };
     let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
     let engine = engines.id(EngineKind::of(compiled.flavor, memory));
-    let digest = blake3::hash(&std::fs::read(scratch).map_err(storage)?).to_hex().to_string();
+    let digest = hash_of_file(scratch).map_err(storage)?.to_hex().to_string();
     // The digest is committed first: a crash in between leaves an old or absent file that does not match, which is
     // compiled again; never a file that is trusted without having been checked.
-    catalog.set_artifact_digest(revision, engine, &digest).await?;
-    catalog.files.install(scratch, &catalog.files.artifact(revision, engine)).map_err(storage)?;
+    catalog.set_artifact_digest(source, engine, &digest).await?;
+    catalog.files.install(scratch, &catalog.files.artifact(source, engine)).map_err(storage)?;
     Ok(compiled)
 }
 
@@ -166,6 +179,8 @@ async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
     let mut child = tokio::process::Command::new(exe)
         .arg("compile-worker")
         .arg(order_json)
+        // What compiles strangers' code has no use for keys.
+        .env_clear()
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -217,49 +232,64 @@ fn execute(order: &Order) -> Answer {
 }
 
 fn try_execute(order: &Order) -> Result<Answer, String> {
+    let (begun, cpu_begun) = (Instant::now(), cpu_time());
     let source = std::fs::read(&order.source).map_err(|e| format!("{}: {e}", order.source.display()))?;
     let shape = shape_of(&source)?;
     let settings = compiler_config(&order.engine, EngineKind::of(shape.flavor, order.memory));
     let engine = wasmtime::Engine::new(&settings).map_err(|e| format!("{e:#}"))?;
-    let code = match shape.component {
-        true => engine.precompile_component(&source),
-        false => engine.precompile_module(&source),
-    }
-    .map_err(|e| format!("{e:#}"))?;
-    let kind = match shape.component {
-        // SAFETY: these bytes were produced by Wasmtime on the line above and went through no file.
-        #[expect(unsafe_code, reason = "reading back what was just compiled, to look at its exports")]
-        true => component_kind(&unsafe { Component::deserialize(&engine, &code) }.map_err(|e| format!("{e:#}"))?),
-        false if shape.exports_start => Kind::CoreCommand,
-        false => Kind::CoreExports,
-    };
-    std::fs::write(&order.output, code).map_err(|e| format!("{}: {e}", order.output.display()))?;
-    Ok(Answer::Compiled { kind, flavor: shape.flavor, memory_bytes_min: shape.memory_bytes_min })
+    let code = if shape.component { engine.precompile_component(&source) } else { engine.precompile_module(&source) };
+    let code = code.map_err(|e| format!("{e:#}"))?;
+    write_private(&order.output, &code).map_err(|e| format!("{}: {e}", order.output.display()))?;
+    let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+    let cost = CompileCost { wall_ms: millis(begun.elapsed()), cpu_ms: millis(cpu_time().saturating_sub(cpu_begun)) };
+    let Shape { kind, flavor, memory_bytes_min, .. } = shape;
+    Ok(Answer::Compiled { kind, flavor, memory_bytes_min, cost })
+}
+
+/// CPU time of this process so far, all threads together.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
 struct Shape {
     component: bool,
+    kind: Kind,
     flavor: Flavor,
-    exports_start: bool,
     /// The largest memory any of its modules starts with.
     memory_bytes_min: u64,
 }
 
-/// Looks at a binary before compiling it. Messages name what is wrong and where.
+/// Looks at a binary before compiling it. Messages name what is wrong and where. Code is left alone: Wasmtime validates
+/// it on all cores while it compiles, and here it would take a quarter as long again on one (`docs/DESIGN.md`).
 fn shape_of(source: &[u8]) -> Result<Shape, String> {
     use wasmparser::{Encoding, Parser, Payload, Validator, WasmFeatures};
     if !source.starts_with(b"\0asm") {
         return Err("it does not begin with the WebAssembly magic number".to_owned());
     }
-    let mut shape = Shape { component: false, flavor: Flavor::Plain, exports_start: false, memory_bytes_min: 0 };
+    let mut shape = Shape { component: false, kind: Kind::CoreExports, flavor: Flavor::Plain, memory_bytes_min: 0 };
+    let mut without_async = Validator::new_with_features(WasmFeatures::default().difference(WasmFeatures::CM_ASYNC));
+    let mut needs_async = false;
     let mut depth = 0_usize;
     for payload in Parser::new(0).parse_all(source) {
-        match payload.map_err(|e| e.to_string())? {
+        let payload = payload.map_err(|e| e.to_string())?;
+        // Once it has failed, its state means nothing.
+        needs_async = needs_async || without_async.payload(&payload).is_err();
+        match payload {
             Payload::Version { encoding, .. } => {
-                shape.component |= depth == 0 && encoding == Encoding::Component;
+                if depth == 0 && encoding == Encoding::Component {
+                    (shape.component, shape.kind) = (true, Kind::ComponentExports);
+                }
                 depth += 1;
             }
             Payload::End(_) => depth -= 1,
+            Payload::ImportSection(imports) if depth == 1 => {
+                for import in imports.into_imports() {
+                    if import.map_err(|e| e.to_string())?.module == "kernel" {
+                        return Err(KERNEL_MODULE.to_owned());
+                    }
+                }
+            }
             Payload::MemorySection(memories) => {
                 for memory in memories {
                     let memory = memory.map_err(|e| e.to_string())?;
@@ -269,33 +299,30 @@ fn shape_of(source: &[u8]) -> Result<Shape, String> {
             }
             Payload::ExportSection(exports) if depth == 1 => {
                 for export in exports {
-                    shape.exports_start |= export.map_err(|e| e.to_string())?.name == "_start";
+                    if export.map_err(|e| e.to_string())?.name == "_start" {
+                        shape.kind = Kind::CoreCommand;
+                    }
+                }
+            }
+            Payload::ComponentExportSection(exports) if depth == 1 => {
+                for export in exports {
+                    let export = export.map_err(|e| e.to_string())?;
+                    // A handler may have a `run` besides; it is served as a handler.
+                    match export.name.name.split('@').next() {
+                        Some("wasi:http/incoming-handler" | "wasi:http/handler") => shape.kind = Kind::HttpHandler,
+                        Some("wasi:cli/run") if shape.kind != Kind::HttpHandler => shape.kind = Kind::ComponentCommand,
+                        _ => {}
+                    }
                 }
             }
             _ => {}
         }
     }
-    if shape.component {
-        let without_async = WasmFeatures::default().difference(WasmFeatures::CM_ASYNC);
-        if Validator::new_with_features(without_async).validate_all(source).is_err() {
-            shape.flavor = Flavor::Concurrent;
-        }
+    // What is not valid at all fails on the other engine, with the compiler's own words.
+    if shape.component && needs_async {
+        shape.flavor = Flavor::Concurrent;
     }
     Ok(shape)
-}
-
-fn component_kind(component: &Component) -> Kind {
-    let engine = component.engine();
-    let ty = component.component_type();
-    let names: Vec<&str> = ty.exports(engine).map(|(name, _)| name).collect();
-    let exports = |interface: &str| names.iter().any(|name| name.split('@').next() == Some(interface));
-    if exports("wasi:http/incoming-handler") || exports("wasi:http/handler") {
-        Kind::HttpHandler
-    } else if exports("wasi:cli/run") {
-        Kind::ComponentCommand
-    } else {
-        Kind::ComponentExports
-    }
 }
 
 fn clip(message: &str) -> String {
@@ -310,19 +337,18 @@ fn clip(message: &str) -> String {
 pub(crate) fn load(
     catalog: &Catalog,
     engines: &Engines,
-    revision: &Revision,
+    source: &SourceHash,
     flavor: Flavor,
     memory: MemoryKind,
 ) -> Option<Code> {
     let kind = EngineKind::of(flavor, memory);
     let (engine, id) = (engines.get(kind), engines.id(kind));
-    let expected = catalog.artifact_digest(revision, id)?;
-    let path = catalog.files.artifact(revision, id);
-    let bytes = std::fs::read(&path).ok()?;
-    let found = blake3::hash(&bytes).to_hex();
+    let expected = catalog.artifact_digest(source, id)?;
+    let path = catalog.files.artifact(source, id);
+    let found = hash_of_file(&path).ok()?.to_hex();
     if found.as_str() != expected {
         let why = format!("the compiled artifact's digest is {found}, expected {expected}");
-        tracing::error!(revision = revision.as_str(), file = %path.display(), why, "quarantined; compiling it again");
+        tracing::error!(source = source.as_str(), file = %path.display(), why, "quarantined; compiling it again");
         catalog.files.quarantine(&path, &why);
         return None;
     }
@@ -330,7 +356,7 @@ pub(crate) fn load(
     // is replaced only by rename and never written in place, so the mapping cannot change underneath.
     #[expect(unsafe_code, reason = "mapping compiled code is what makes a start take microseconds")]
     let loaded = unsafe {
-        match wasmtime::Engine::detect_precompiled(&bytes)? {
+        match wasmtime::Engine::detect_precompiled_file(&path).ok()?? {
             Precompiled::Module => Module::deserialize_file(engine, &path).map(Code::Module),
             Precompiled::Component => Component::deserialize_file(engine, &path).map(Code::Component),
         }
@@ -338,7 +364,7 @@ pub(crate) fn load(
     match loaded {
         Ok(code) => Some(code),
         Err(error) => {
-            tracing::warn!(revision = revision.as_str(), %error, "an artifact does not load; compiling it again");
+            tracing::warn!(source = source.as_str(), %error, "an artifact does not load; compiling it again");
             None
         }
     }
@@ -387,7 +413,7 @@ mod tests {
             memory: MemoryKind::Pooled,
             time_ms_max: 1000,
         };
-        let Answer::Compiled { kind, flavor, memory_bytes_min } = execute(&order) else { panic!("should compile") };
+        let Answer::Compiled { kind, flavor, memory_bytes_min, .. } = execute(&order) else { panic!("should compile") };
         assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));
         // SAFETY: produced by `execute` above.
         #[expect(unsafe_code, reason = "the point of the test")]

@@ -17,7 +17,7 @@ use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
 
 use crate::HashMap;
 use crate::admission::Permit;
-use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Revision};
+use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Serving, SourceHash};
 use crate::engine::compile::{self, Code};
 use crate::engine::pinned::PinnedRefusal;
 use crate::engine::{ByEngine, EngineKind, Engines};
@@ -45,8 +45,8 @@ pub(crate) struct Pool {
     metrics: Arc<Metrics>,
 }
 
-/// Linked revisions, least recently used out first.
-type Cache = Mutex<HashMap<Revision, Arc<CacheSlot>>>;
+/// Linked sources, least recently used out first.
+type Cache = Mutex<HashMap<SourceHash, Arc<CacheSlot>>>;
 
 /// What guests of one engine may import: `None` where it runs no guests of that sort.
 struct Linkers {
@@ -171,10 +171,10 @@ impl Pool {
         })
     }
 
-    /// The revision, if it is loaded already.
-    pub(crate) fn loaded(&self, revision: &Revision, engine: EngineKind) -> Option<Arc<LinkedRevision>> {
+    /// What was deployed, if it is loaded already.
+    pub(crate) fn loaded(&self, source: &SourceHash, engine: EngineKind) -> Option<Arc<LinkedRevision>> {
         let loaded = self.loaded.get(engine).lock();
-        let slot = loaded.get(revision)?;
+        let slot = loaded.get(source)?;
         slot.last_use.store(self.uses.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
         slot.linked.get().cloned()
     }
@@ -183,7 +183,7 @@ impl Pool {
     pub(crate) async fn load<R>(
         self: &Arc<Self>,
         catalog: &Arc<Catalog>,
-        revision: &Revision,
+        source: &SourceHash,
         kind: Kind,
         flavor: Flavor,
         memory: MemoryKind,
@@ -193,14 +193,14 @@ impl Pool {
         R: AsyncFnOnce() -> Result<(), Failure>,
     {
         let engine = EngineKind::of(flavor, memory);
-        let slot = self.slot(revision, engine);
+        let slot = self.slot(source, engine);
         if let Some(linked) = slot.linked.get() {
             return Ok(linked.clone());
         }
         let map = || {
-            let (pool, catalog, revision) = (self.clone(), catalog.clone(), revision.clone());
+            let (pool, catalog, source) = (self.clone(), catalog.clone(), source.clone());
             let work = move || {
-                let code = compile::load(&catalog, &pool.engines, &revision, flavor, memory)?;
+                let code = compile::load(&catalog, &pool.engines, &source, flavor, memory)?;
                 Some(pool.link(code, kind, engine))
             };
             let joined = self.background.spawn_blocking(work);
@@ -255,10 +255,12 @@ impl Pool {
         given: Option<Box<Given>>,
     ) -> Result<Lease, GuestError> {
         let function = &call.serving.function;
-        let kept =
-            if call.may_reuse { linked.idle.lock().get_mut(function.id.as_str()).and_then(Vec::pop) } else { None };
-        // One that was made before the function last changed has the settings of then.
-        if let Some(mut kept) = kept.filter(|kept| Arc::ptr_eq(&kept.store.data().call().serving.function, function)) {
+        let kept = if call.may_reuse {
+            linked.idle.lock().get_mut(function.id.as_str()).and_then(|waiting| take_kept(waiting, call))
+        } else {
+            None
+        };
+        if let Some(mut kept) = kept.filter(|kept| kept.fits(call)) {
             kept.store.data_mut().rebind(call);
             kept.store.set_epoch_deadline(1);
             let IdleInstance { store, instance, reuses, .. } = kept;
@@ -329,20 +331,20 @@ impl Pool {
         self.loaded.iter().flat_map(|cache| cache.lock().values().cloned().collect::<Vec<_>>()).collect()
     }
 
-    fn slot(&self, revision: &Revision, engine: EngineKind) -> Arc<CacheSlot> {
+    fn slot(&self, source: &SourceHash, engine: EngineKind) -> Arc<CacheSlot> {
         let now = self.uses.fetch_add(1, Ordering::Relaxed);
         let mut evicted = None;
         let mut loaded = self.loaded.get(engine).lock();
-        if let Some(slot) = loaded.get(revision) {
+        if let Some(slot) = loaded.get(source) {
             slot.last_use.store(now, Ordering::Relaxed);
             return slot.clone();
         }
         if loaded.len() >= self.loaded_max {
             let oldest = loaded.iter().min_by_key(|(_, slot)| slot.last_use.load(Ordering::Relaxed));
-            let oldest = oldest.map(|(revision, _)| revision.clone());
-            evicted = oldest.and_then(|revision| loaded.remove(&revision));
+            let oldest = oldest.map(|(source, _)| source.clone());
+            evicted = oldest.and_then(|source| loaded.remove(&source));
         }
-        let slot = loaded.entry(revision.clone()).or_default().clone();
+        let slot = loaded.entry(source.clone()).or_default().clone();
         slot.last_use.store(now, Ordering::Relaxed);
         drop(loaded);
         // Unmapping code is a system call; not under the lock.
@@ -394,6 +396,27 @@ impl Pool {
             None => {}
         }
         Rejection::ModuleOverLimits { why: format!("{error:#}") }.into()
+    }
+}
+
+/// The kept instance used last that has this call's settings; where there is none, one that no call will ever fit. One
+/// that was made before the function last changed has the settings of then; where traffic is split, two revisions of
+/// the same bytes have settings of their own.
+fn take_kept(waiting: &mut Vec<IdleInstance>, call: &RunningCall) -> Option<IdleInstance> {
+    match waiting.iter().rposition(|kept| kept.fits(call)) {
+        Some(at) => Some(waiting.remove(at)),
+        None => waiting.pop_if(|kept| !Arc::ptr_eq(&kept.made_for().function, &call.serving.function)),
+    }
+}
+
+impl IdleInstance {
+    fn made_for(&self) -> &Serving {
+        &self.store.data().call().serving
+    }
+
+    fn fits(&self, call: &RunningCall) -> bool {
+        Arc::ptr_eq(&self.made_for().function, &call.serving.function)
+            && self.made_for().revision().revision == call.serving.revision().revision
     }
 }
 

@@ -14,6 +14,7 @@ pub(crate) mod gpu;
 pub(crate) mod hostcall;
 pub mod http;
 pub(crate) mod running;
+pub mod signature;
 pub(crate) mod state;
 pub(crate) mod stdio;
 pub(crate) mod supervise;

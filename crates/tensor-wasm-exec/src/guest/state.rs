@@ -162,8 +162,15 @@ impl State {
                 }
             }
         }
+        // A secret hides a variable of the same name.
+        let secrets = &call.serving.function.secrets;
         for (name, value) in &call.serving.revision().settings.env {
-            builder.env(name, value);
+            if !secrets.contains_key(name) {
+                builder.env(name, value);
+            }
+        }
+        for (name, secret) in secrets.iter() {
+            builder.env(name, secret.expose());
         }
         builder
     }

@@ -1,0 +1,110 @@
+//! Modules being uploaded: streamed to disk, and what they take there shared out before it is taken.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::body::Body;
+use http_body::Body as _;
+use parking_lot::Mutex;
+use tensor_wasm_exec::Rejection;
+use tensor_wasm_exec::catalog::upload::Uploaded;
+
+use crate::body;
+use crate::error::ApiError;
+use crate::gateway::Gateway;
+
+const RETRY_AFTER: Duration = Duration::from_secs(1);
+
+/// The disk that uploads take until they are deployed or refused, by tenant.
+#[derive(Default)]
+pub(crate) struct Uploads {
+    by_tenant: Mutex<HashMap<String, usize>>,
+}
+
+/// A part of it, given back when dropped.
+pub(crate) struct DiskShare {
+    uploads: Arc<Uploads>,
+    tenant: String,
+    bytes: usize,
+}
+
+impl Uploads {
+    /// Whoever uploads nothing else may always upload one module, however large those may be.
+    fn share(
+        self: &Arc<Self>,
+        tenant: &str,
+        bytes: usize,
+        (tenant_max, server_max): (usize, usize),
+    ) -> Result<DiskShare, Rejection> {
+        let mut by_tenant = self.by_tenant.lock();
+        let total: usize = by_tenant.values().sum();
+        let own = by_tenant.get(tenant).copied().unwrap_or(0);
+        if own > 0 && own.saturating_add(bytes) > tenant_max {
+            return Err(Rejection::TenantBusy {
+                tenant: tenant.to_owned(),
+                running: 0,
+                queued: 0,
+                why: "its uploads take all the disk they may ([limits] uploads_bytes_max)",
+                retry_after: RETRY_AFTER,
+            });
+        }
+        if total > 0 && total.saturating_add(bytes) > server_max {
+            let why = "uploads take all the disk they may ([server] uploads_bytes_max)";
+            return Err(Rejection::ServerBusy { running: 0, queued: 0, why, retry_after: RETRY_AFTER });
+        }
+        *by_tenant.entry(tenant.to_owned()).or_default() += bytes;
+        Ok(DiskShare { uploads: self.clone(), tenant: tenant.to_owned(), bytes })
+    }
+}
+
+impl Drop for DiskShare {
+    fn drop(&mut self) {
+        let mut by_tenant = self.uploads.by_tenant.lock();
+        if let Some(own) = by_tenant.get_mut(&self.tenant) {
+            *own -= self.bytes;
+            if *own == 0 {
+                by_tenant.remove(&self.tenant);
+            }
+        }
+    }
+}
+
+/// Receives a module. What it takes on disk counts until the share is dropped.
+pub(crate) async fn receive(gateway: &Gateway, tenant: &str, body: Body) -> Result<(Uploaded, DiskShare), ApiError> {
+    let config = &gateway.runtime.config;
+    let limits = config.limits_of(tenant);
+    let bytes_max = limits.module_bytes_max;
+    let announced = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+    let lower = announced(body.size_hint().lower());
+    if lower > bytes_max {
+        return Err(Rejection::ModuleTooLarge { bytes: lower, bytes_max }.into());
+    }
+    // A body of no announced length may become as long as a module may be. An empty one counts as a byte.
+    let expected = body.size_hint().upper().map_or(bytes_max, announced).clamp(1, bytes_max.max(1));
+    let share = gateway.uploads.share(tenant, expected, (limits.uploads_bytes_max, config.server.uploads_bytes_max))?;
+    let mut upload = gateway.runtime.upload(tenant)?;
+    let mut pieces = body::Pieces::of(gateway, body);
+    while let Some(piece) = pieces.next().await? {
+        upload.write(&piece).await?;
+    }
+    Ok((upload.finish().await?, share))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disk_for_uploads_is_shared_out_and_comes_back() {
+        let uploads = Arc::new(Uploads::default());
+        let max = (100, 250);
+        let large = uploads.share("a", 200, max).ok().unwrap();
+        assert!(matches!(uploads.share("a", 1, max), Err(Rejection::TenantBusy { .. })));
+        let other = uploads.share("b", 50, max).ok().unwrap();
+        assert!(matches!(uploads.share("c", 1, max), Err(Rejection::ServerBusy { .. })));
+        drop((large, other));
+        assert!(uploads.share("a", usize::MAX, max).is_ok());
+        assert!(uploads.by_tenant.lock().is_empty());
+    }
+}
