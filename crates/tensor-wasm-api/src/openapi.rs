@@ -78,7 +78,7 @@ use Access::{Anyone, Function, Operator, Tenant};
 use Fails::{Body, Call, Change, Closing, Compile, Lookup, Parts, Place};
 
 /// Every operation: where, what it is called, who may, how it fails. (Functions take any method; see `FUNCTION_PATHS`.)
-const OPERATIONS: [(&str, &str, &str, Access, &[Fails]); 20] = [
+const OPERATIONS: [(&str, &str, &str, Access, &[Fails]); 23] = [
     ("get", "/", "showDashboard", Anyone, &[]),
     ("get", "/healthz", "getHealth", Anyone, &[]),
     ("get", "/readyz", "getReadiness", Anyone, &[Closing]),
@@ -92,6 +92,9 @@ const OPERATIONS: [(&str, &str, &str, Access, &[Fails]); 20] = [
     ("get", "/functions/{f}/revisions", "listRevisions", Tenant, &[Parts, Lookup]),
     ("post", "/functions/{f}/rollback", "rollbackFunction", Tenant, &[Parts, Lookup, Body, Change]),
     ("put", "/functions/{f}/traffic", "splitTraffic", Tenant, &[Parts, Lookup, Body, Change]),
+    ("get", "/functions/{f}/secrets", "listSecrets", Tenant, &[Parts, Lookup]),
+    ("put", "/functions/{f}/secrets/{key}", "setSecret", Tenant, &[Parts, Lookup, Body, Change]),
+    ("delete", "/functions/{f}/secrets/{key}", "deleteSecret", Tenant, &[Parts, Lookup, Change]),
     ("get", "/functions/{f}/logs", "readLogs", Tenant, &[Parts, Lookup, Place]),
     ("post", "/functions/{f}/invoke", "invokeFunction", Tenant, &[Parts, Lookup, Body, Call]),
     ("post", "/functions/{f}/invoke-async", "submitJob", Tenant, &[Parts, Lookup, Body, Change, Place]),
@@ -395,6 +398,8 @@ mod tests {
             include_str!("routes/jobs.rs"),
             include_str!("routes/logs.rs"),
             include_str!("routes/run.rs"),
+            include_str!("routes/secrets.rs"),
+            include_str!("upload.rs"),
         ];
         for source in sources {
             for made in source.split("ApiError::bad_request(").chain(source.split("ApiError::new(")).skip(1) {

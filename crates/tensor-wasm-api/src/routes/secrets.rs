@@ -3,13 +3,14 @@
 
 use axum::Json;
 use axum::body::Body;
-use axum::extract::{Path, State};
+use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::{HeaderMap, StatusCode};
 use tensor_wasm_exec::catalog::{Secret, secrets};
 
 use crate::body;
 use crate::error::{ApiError, internal};
+use crate::extract::Path;
 use crate::gateway::{Shared, audited, empty};
 
 /// Sets a secret to the request's body, which is UTF-8. Not JSON: complaints about JSON quote it.

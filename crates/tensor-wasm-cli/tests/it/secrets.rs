@@ -161,7 +161,9 @@ fn secrets_are_bounded_and_belong_to_their_tenant() {
         server.request("PUT", path, &[who, ("content-type", "application/octet-stream")], value)
     };
     put(b, "/functions/f/secrets/A", b"x").refused(404, "not_found");
-    server.request("PUT", "/functions/f/secrets/A", &[], b"x").refused(401, "unauthorized");
+    server
+        .request("PUT", "/functions/f/secrets/A", &[("content-type", "application/octet-stream")], b"x")
+        .refused(401, "unauthorized");
     put(a, "/functions/f/secrets/A", &[b'x'; 101]).refused(413, "body_too_large");
     for (name, bad) in [("1A", &b"x"[..]), ("A-B", b"x"), ("%00", b"x"), (&"A".repeat(200), b"x")] {
         put(a, &format!("/functions/f/secrets/{name}"), bad).refused(400, "invalid_name");

@@ -261,8 +261,9 @@ fn the_description_covers_every_route() {
     }
     for (path, methods) in paths {
         for (method, _) in methods.as_object().unwrap() {
-            let concrete =
-                ["{f}", "{id}", "{name}", "{tenant}", "{path}"].iter().fold(path.clone(), |p, x| p.replace(x, "x"));
+            let concrete = ["{f}", "{id}", "{name}", "{key}", "{tenant}", "{path}"]
+                .iter()
+                .fold(path.clone(), |p, x| p.replace(x, "x"));
             if method == "trace" {
                 continue; // the client does not speak it
             }
