@@ -18,9 +18,9 @@ impl Drop for Server {
 }
 
 fn request(stream: &mut TcpStream, head: &str, body: &[u8], expect: &str) {
-    stream
-        .write_all(format!("{head} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n", body.len()).as_bytes())
-        .unwrap();
+    let fixed = "host: localhost\r\ncontent-type: application/json";
+    let head = format!("{head} HTTP/1.1\r\n{fixed}\r\ncontent-length: {}\r\n\r\n", body.len());
+    stream.write_all(head.as_bytes()).unwrap();
     stream.write_all(body).unwrap();
     let mut buffer = [0; 16384];
     let read = stream.read(&mut buffer).unwrap();
@@ -53,7 +53,7 @@ fn e2e(c: &mut Criterion) {
     let deploy = "POST /functions?name=f HTTP/1.1\r\ncontent-type: application/wasm";
     c.bench_function("e2e/create_function/post", |b| {
         b.iter(|| {
-            let head = format!("{deploy}\r\nhost: x\r\ncontent-length: {}\r\n\r\n", wasm.len());
+            let head = format!("{deploy}\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n", wasm.len());
             stream.write_all(head.as_bytes()).unwrap();
             stream.write_all(&wasm).unwrap();
             let mut buffer = [0; 16384];

@@ -381,7 +381,7 @@ fn a_large_module_is_streamed_to_disk() {
     server.deploy_bytes("again", &wasm).ok();
     assert_eq!(walk(&server.data.path().join("sources")).len(), 2);
     let mut stream = server.connect();
-    let head = "POST /functions?name=x HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\n";
+    let head = "POST /functions?name=x HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/wasm\r\n";
     crate::support::send(&mut stream, &format!("{head}content-length: {}\r\n\r\n", BYTES + 1));
     let mut answer = [0; 12];
     std::io::Read::read_exact(&mut stream, &mut answer).unwrap();
@@ -395,7 +395,7 @@ fn an_upload_that_breaks_off_leaves_nothing() {
     let tmp = server.data.path().join("tmp");
     let begin = || {
         let mut stream = server.connect();
-        let head = "POST /functions?name=x HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\n";
+        let head = "POST /functions?name=x HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/wasm\r\n";
         crate::support::send(&mut stream, &format!("{head}content-length: 30000000\r\n\r\n"));
         std::io::Write::write_all(&mut stream, &vec![7; 1_000_000]).unwrap();
         stream
@@ -419,7 +419,7 @@ fn uploads_of_a_tenant_are_bounded_together() {
     let server = Server::with(Options::config("[limits]\nuploads_bytes_max = 1000000\n"));
     let begin = |bytes: usize| {
         let mut stream = server.connect();
-        let head = "POST /functions?name=x HTTP/1.1\r\nhost: x\r\ncontent-type: application/wasm\r\n";
+        let head = "POST /functions?name=x HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/wasm\r\n";
         crate::support::send(&mut stream, &format!("{head}content-length: {bytes}\r\n\r\n"));
         std::io::Write::write_all(&mut stream, &[7; 1000]).unwrap();
         stream
