@@ -261,7 +261,7 @@ struct Shape {
 }
 
 /// Looks at a binary before compiling it. Messages name what is wrong and where. Code is left alone: Wasmtime validates
-/// it on all cores while it compiles, and here it would take a quarter as long again on one (`docs/DESIGN.md`).
+/// it on all cores while it compiles, and here it would be one core's work.
 fn shape_of(source: &[u8]) -> Result<Shape, String> {
     use wasmparser::{Encoding, Parser, Payload, Validator, WasmFeatures};
     if !source.starts_with(b"\0asm") {
