@@ -9,6 +9,7 @@ use http_body::Body as _;
 use parking_lot::Mutex;
 use tensor_wasm_exec::Rejection;
 use tensor_wasm_exec::catalog::upload::Uploaded;
+use tensor_wasm_exec::failure::Shortage;
 
 use crate::body;
 use crate::error::ApiError;
@@ -41,21 +42,21 @@ impl Uploads {
         let total: usize = by_tenant.values().sum();
         let own = by_tenant.get(tenant).copied().unwrap_or(0);
         if own > 0 && own.saturating_add(bytes) > tenant_max {
-            return Err(Rejection::TenantBusy {
-                tenant: tenant.to_owned(),
-                running: 0,
-                queued: 0,
-                why: "its uploads take all the disk they may ([limits] uploads_bytes_max)",
-                retry_after: RETRY_AFTER,
-            });
+            let shortage = shortage(tenant_max, "[limits] uploads_bytes_max");
+            return Err(Rejection::TenantShort { tenant: tenant.to_owned(), shortage, retry_after: RETRY_AFTER });
         }
         if total > 0 && total.saturating_add(bytes) > server_max {
-            let why = "uploads take all the disk they may ([server] uploads_bytes_max)";
-            return Err(Rejection::ServerBusy { running: 0, queued: 0, why, retry_after: RETRY_AFTER });
+            let shortage = shortage(server_max, "[server] uploads_bytes_max");
+            return Err(Rejection::ServerShort { shortage, retry_after: RETRY_AFTER });
         }
         *by_tenant.entry(tenant.to_owned()).or_default() += bytes;
         Ok(DiskShare { uploads: self.clone(), tenant: tenant.to_owned(), bytes })
     }
+}
+
+fn shortage(bytes_max: usize, limit: &'static str) -> Shortage {
+    let instead = "upload fewer modules at once, or raise the limit";
+    Shortage { what: "disk for modules being uploaded", max: format!("{bytes_max} bytes"), limit, instead }
 }
 
 impl Drop for DiskShare {
@@ -100,9 +101,9 @@ mod tests {
         let uploads = Arc::new(Uploads::default());
         let max = (100, 250);
         let large = uploads.share("a", 200, max).ok().unwrap();
-        assert!(matches!(uploads.share("a", 1, max), Err(Rejection::TenantBusy { .. })));
+        assert!(matches!(uploads.share("a", 1, max), Err(Rejection::TenantShort { .. })));
         let other = uploads.share("b", 50, max).ok().unwrap();
-        assert!(matches!(uploads.share("c", 1, max), Err(Rejection::ServerBusy { .. })));
+        assert!(matches!(uploads.share("c", 1, max), Err(Rejection::ServerShort { .. })));
         drop((large, other));
         assert!(uploads.share("a", usize::MAX, max).is_ok());
         assert!(uploads.by_tenant.lock().is_empty());
