@@ -386,7 +386,7 @@ fn recovery(device: &Device, report: &mut Report) {
     let mut samples = Vec::new();
     for _ in 0..3 {
         let (restarts, pid) = (device.restarts(), device.worker_pid().unwrap());
-        let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
+        let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
         rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
         samples.push(until_well(restarts + 1));
     }

@@ -1,5 +1,5 @@
-//! Devices: everything the rest of the system may ask of a GPU, on CUDA where there is a driver and on the CPU where there
-//! is none, from one binary. The only crate that calls the CUDA driver. It knows nothing of Wasm, HTTP or policy.
+//! Devices: everything the rest of the system may ask of a GPU, on CUDA where there is a driver and on the CPU where
+//! there is none, from one binary. The only crate that calls the CUDA driver. It knows nothing of Wasm, HTTP or policy.
 //!
 //! A device belongs to a worker, in a process of its own or in a thread. Handles ([`Device`], [`Tenant`]) only send it
 //! jobs, through memory both sides share:

@@ -1206,7 +1206,7 @@ fn lost_and_back(setup: &Setup) {
 }
 
 fn signal(pid: u32, signal: rustix::process::Signal) {
-    let pid = rustix::process::Pid::from_raw(pid as i32).unwrap();
+    let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
     rustix::process::kill_process(pid, signal).unwrap();
 }
 

@@ -401,7 +401,7 @@ fn run_explains_mistakes_and_exits_with_2() {
     empty("1", "2048", &[], "a block of [2048, 1, 1] threads; this kernel allows 1024");
     empty("1", "1,1,65", &[], "1024 by 1024 by 64");
     empty("1", "65536,65536", &[], "this kernel allows 1024");
-    empty("1,65536", "1", &[], "a grid of [1, 65536, 1] blocks; at most");
+    empty("1,65536", "1", &[], "a grid of [1, 65536, 1] blocks; the device allows");
     empty("1", "1", &["--arg", "i32:1"], "empty takes no arguments; 1 --arg were given");
     empty("1", "1", &["--device", "gpu"], "--device: \"gpu\" is not auto, cpu, cuda or cuda:N");
     empty("1", "1", &["--deadline-ms", "0"], "--deadline-ms 0: expected a number from 1 to 87960");
