@@ -217,8 +217,8 @@ impl Runtime {
     }
 
     /// Compiles a module or component, keeps it and gives it the function's traffic. Settings that the patch does not
-    /// mention are the serving revision's. Nothing is changed unless all of it succeeds. Call it on the background runtime:
-    /// it syncs files.
+    /// mention are the serving revision's. Nothing is changed unless all of it succeeds. Call it on the background
+    /// runtime: it syncs files.
     pub async fn deploy(
         &self,
         tenant: &str,

@@ -26,7 +26,8 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 /// Deploy a module or component as a function.
 ///
 /// FILE is a `.wasm` (or a `.wat`, which is converted here). Deploying under an existing name makes a new revision and
-/// gives it all the traffic; `rollback` goes back. Settings that are not mentioned stay as the serving revision has them.
+/// gives it all the traffic; `rollback` goes back. Settings that are not mentioned stay as the serving revision has
+/// them.
 #[derive(clap::Args)]
 pub(crate) struct Deploy {
     /// The module or component.
@@ -172,8 +173,8 @@ fn open(path: &Path) -> Result<(Box<dyn Read>, u64), Failed> {
     Ok((Box::new(std::io::Cursor::new(wasm)), bytes))
 }
 
-/// Bytes sent, then how long the server has been compiling. On a terminal a bar and a spinner; elsewhere lines on stderr,
-/// and those only where it takes long enough to wonder.
+/// Bytes sent, then how long the server has been compiling. On a terminal a bar and a spinner; elsewhere lines on
+/// stderr, and those only where it takes long enough to wonder.
 struct Progress {
     bar: ProgressBar,
     bytes: u64,

@@ -11,8 +11,8 @@
 //! tmp/                            files being written; emptied at start
 //! ```
 //!
-//! All of it is for this user only, whatever the umask: folders 0700, files 0600. Functions' environments, jobs' results
-//! and tenants' code are in there.
+//! All of it is for this user only, whatever the umask: folders 0700, files 0600. Functions' environments, jobs'
+//! results and tenants' code are in there.
 
 use std::fs;
 use std::io::{self, Write};

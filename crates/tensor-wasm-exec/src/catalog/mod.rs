@@ -109,7 +109,7 @@ impl Catalog {
         let files = Files::open(root).map_err(io)?;
         let mut damages = Vec::new();
         let store = match Store::open(&files.store()).and_then(|store| {
-            // Reading everything is the check: a structure that cannot be walked is as bad as one that cannot be opened.
+            // Reading everything is the check: what cannot be walked is as bad as what cannot be opened.
             store.each::<serde::de::IgnoredAny>(Table::Functions, |_, _| {})?;
             store.each::<serde::de::IgnoredAny>(Table::Jobs, |_, _| {})?;
             Ok(store)
@@ -184,8 +184,8 @@ impl Catalog {
     }
 
     /// Gives a function a new revision and all the traffic. `revise` makes it from what the function is by then, under
-    /// the function's lock, so that of two deploys that race the second one builds on the first. A revision that is there
-    /// already becomes the newest again.
+    /// the function's lock, so that of two deploys that race the second one builds on the first. A revision that is
+    /// there already becomes the newest again.
     pub(crate) async fn deploy(
         &self,
         tenant: &str,

@@ -1,5 +1,5 @@
-//! A module on its way in: written to a scratch file of the data directory while it is hashed, so that a deploy takes as
-//! much memory as one piece of it, however large it is.
+//! A module on its way in: written to a scratch file of the data directory while it is hashed, so that a deploy takes
+//! as much memory as one piece of it, however large it is.
 //!
 //! The file goes when the upload is dropped, whatever the reason; what a crash leaves is removed at the next start with
 //! the rest of `tmp/`. Only [`Catalog::pin_source`](super::Catalog) keeps one, by moving it to where its hash belongs.
@@ -46,7 +46,7 @@ impl Upload {
         Ok(Upload { file, scratch, hasher: blake3::Hasher::new(), bytes: 0, bytes_max })
     }
 
-    /// Takes the next piece. Written by a thread that may block; waits only where the piece before is not on its way yet.
+    /// Takes the next piece. A thread that may block writes it; waits only while the piece before is not on its way.
     pub async fn write(&mut self, piece: &[u8]) -> Result<(), Rejection> {
         self.bytes = self.bytes.saturating_add(piece.len());
         if self.bytes > self.bytes_max {

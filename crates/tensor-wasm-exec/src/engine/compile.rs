@@ -5,8 +5,8 @@
 //! down with it. The same binary is started as `tensor-wasm compile-worker`, which calls [`worker`]. Library users who
 //! have no such binary compile on a thread instead ([`Compiler::in_process`]) and forgo the limits.
 //!
-//! Loading maps the artifact into memory as executable code. That is sound only for bytes that Wasmtime itself produced,
-//! so an artifact is checked against the digest recorded when it was made before it is mapped.
+//! Loading maps the artifact into memory as executable code. That is sound only for bytes that Wasmtime itself
+//! produced, so an artifact is checked against the digest recorded when it was made before it is mapped.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;

@@ -1,7 +1,7 @@
 //! What a loaded function exports and imports, as text for people: names with their WIT or core types.
 //!
-//! A guest chooses its types, and a type that uses another one twice prints twice as long: twenty such definitions are a
-//! megabyte of text. So both the text of a type and the number of exports listed are bounded; what is cut ends in `…`.
+//! A guest chooses its types, and a type that uses another one twice prints twice as long: twenty such definitions are
+//! a megabyte of text. So both the text of a type and the number of exports listed are bounded; what is cut ends in `…`.
 
 use std::fmt::{self, Write};
 
