@@ -199,7 +199,7 @@ section! {
     pub functions_max: usize = 20_000;
     /// Revisions kept of one function; the oldest without traffic go first.
     pub revisions_max: usize = 16, positive;
-    /// Size of one module or component. Those sent as `application/wasm` are streamed to disk; 1 GiB has been tried.
+    /// Size of one module or component. Those sent as `application/wasm` are streamed to disk; 200 MiB has been tried.
     pub module_bytes_max: usize = 64 * MIB;
     /// Disk that the tenant's uploads take before they are deployed; one of any allowed size may always run.
     pub uploads_bytes_max: usize = 512 * MIB;
