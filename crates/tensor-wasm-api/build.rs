@@ -1,8 +1,6 @@
 //! Says which commit is built, for `tensor_wasm_build_info`: `TENSOR_WASM_GIT_SHA` where the environment has it (a
 //! build from an archive), else what git says, with `-dirty` for a tree that differs from its commit, else `unknown`.
 
-#![expect(clippy::print_stdout, reason = "cargo reads it")]
-
 use std::process::Command;
 
 /// Digits of a commit: enough to be unique in any repository.

@@ -13,9 +13,12 @@ fn hash(mut state: u64, bytes: &[u8]) -> u64 {
 fn sources(folder: &Path, state: u64) -> std::io::Result<u64> {
     let mut entries: Vec<_> = std::fs::read_dir(folder)?.collect::<Result<_, _>>()?;
     entries.sort_by_key(std::fs::DirEntry::file_name);
-    entries.into_iter().try_fold(state, |state, entry| match entry.file_type()?.is_dir() {
-        true => sources(&entry.path(), state),
-        false => Ok(hash(state, &std::fs::read(entry.path())?)),
+    entries.into_iter().try_fold(state, |state, entry| {
+        if entry.file_type()?.is_dir() {
+            sources(&entry.path(), state)
+        } else {
+            Ok(hash(state, &std::fs::read(entry.path())?))
+        }
     })
 }
 

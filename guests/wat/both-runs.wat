@@ -13,7 +13,7 @@
   (core instance $i (instantiate $m (with "" (instance (export "return" (func $return))))))
   (func $run-0.2 (result (result)) (canon lift (core func $i "run-0.2")))
   (func $run-0.3 async (result (result))
-    (canon lift (core func $i "run-0.3") async (callback (func $i "callback"))))
+    (canon lift (core func $i "run-0.3") async (callback (core func $i "callback"))))
   (instance $cli-0.2 (export "run" (func $run-0.2)))
   (instance $cli-0.3 (export "run" (func $run-0.3)))
   (export "wasi:cli/run@0.2.6" (instance $cli-0.2))

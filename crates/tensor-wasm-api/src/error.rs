@@ -1,5 +1,5 @@
-//! The one place that decides which HTTP status a failure becomes. Kinds are stable names for programs, messages are for
-//! people: `{"error":{"kind":"…","message":"…"}}`.
+//! The one place that decides which HTTP status a failure becomes. Kinds are stable names for programs, messages are
+//! for people: `{"error":{"kind":"…","message":"…"}}`.
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};

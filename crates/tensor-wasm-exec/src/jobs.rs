@@ -1,9 +1,9 @@
-//! Asynchronous invocations: accepted, kept, run, answered for. Not to be confused with device jobs or with the queue of
-//! calls waiting for admission, both of which live in memory only.
+//! Asynchronous invocations: accepted, kept, run, answered for. Not to be confused with device jobs or with the queue
+//! of calls waiting for admission, both of which live in memory only.
 //!
 //! A job is acknowledged once it is on disk. It runs at least once: a crash between running and recording the result
-//! runs it again, and one that was running at too many crashes is failed rather than tried for ever. Tenants take turns,
-//! so one tenant's backlog delays no other's job.
+//! runs it again, and one that was running at too many crashes is failed rather than tried for ever. Tenants take
+//! turns, so one tenant's backlog delays no other's job.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -39,7 +39,7 @@ pub const IDEMPOTENCY_KEY_BYTES_MAX: usize = 255;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum State {
+pub enum JobState {
     Queued,
     Running,
     Succeeded,
@@ -47,18 +47,18 @@ pub enum State {
     Cancelled,
 }
 
-impl State {
+impl JobState {
     pub fn is_final(self) -> bool {
-        !matches!(self, State::Queued | State::Running)
+        !matches!(self, JobState::Queued | JobState::Running)
     }
 
     pub fn as_str(self) -> &'static str {
         match self {
-            State::Queued => "queued",
-            State::Running => "running",
-            State::Succeeded => "succeeded",
-            State::Failed => "failed",
-            State::Cancelled => "cancelled",
+            JobState::Queued => "queued",
+            JobState::Running => "running",
+            JobState::Succeeded => "succeeded",
+            JobState::Failed => "failed",
+            JobState::Cancelled => "cancelled",
         }
     }
 }
@@ -71,7 +71,7 @@ pub struct Job {
     pub export: Option<String>,
     pub args: Value,
     pub stdin: String,
-    pub state: State,
+    pub state: JobState,
     /// Times the guest was started for it.
     pub attempts: u32,
     /// Of those, how often the server stopped before it was done.
@@ -177,9 +177,9 @@ impl Recovery {
             Read::Good(job) => job,
             Read::Damaged(bytes, why) => return self.damaged.push((key, bytes, why)),
         };
-        if job.state == State::Running {
+        if job.state == JobState::Running {
             job.interrupted += 1;
-            job.state = State::Queued;
+            job.state = JobState::Queued;
             if job.interrupted >= INTERRUPTED_MAX {
                 let message = format!("the server stopped {} times while it ran", job.interrupted);
                 job.fail("internal", message);
@@ -271,9 +271,10 @@ impl Line {
         let tenant = self.turns.remove(at)?;
         let waiting = self.waiting.get_mut(&tenant)?;
         let id = waiting.pop_front()?;
-        match waiting.is_empty() {
-            true => drop(self.waiting.remove(&tenant)),
-            false => self.turns.push_back(tenant.clone()),
+        if waiting.is_empty() {
+            self.waiting.remove(&tenant);
+        } else {
+            self.turns.push_back(tenant.clone());
         }
         let (signal, stop) = watch::channel(None);
         self.running.insert(id.clone(), Running { tenant: tenant.clone(), signal });
@@ -303,7 +304,7 @@ impl Line {
 
 impl Job {
     fn fail(&mut self, kind: &str, message: String) {
-        self.state = State::Failed;
+        self.state = JobState::Failed;
         self.error = Some(JobError { kind: kind.to_owned(), message });
         self.finished_ms = Some(now_ms());
     }
@@ -370,7 +371,7 @@ impl Runtime {
             export: submission.export,
             args: submission.args,
             stdin: submission.stdin,
-            state: State::Queued,
+            state: JobState::Queued,
             attempts: 0,
             interrupted: 0,
             attempts_max,
@@ -446,16 +447,17 @@ impl Runtime {
                 }
                 None => {
                     // Waiting its turn, or for another attempt.
-                    match line.remove(tenant, id) {
-                        true => drop(self.metrics.jobs_queued.dec()),
-                        false => drop(line.cancelled.insert(id.to_owned())),
+                    if line.remove(tenant, id) {
+                        self.metrics.jobs_queued.dec();
+                    } else {
+                        line.cancelled.insert(id.to_owned());
                     }
                     None
                 }
             }
         };
         let Some(mut running) = running else {
-            job.state = State::Cancelled;
+            job.state = JobState::Cancelled;
             job.finished_ms = Some(now_ms());
             self.conclude(&job).await;
             return Ok(job);
@@ -512,7 +514,7 @@ impl Runtime {
                 return;
             }
         };
-        job.state = State::Running;
+        job.state = JobState::Running;
         job.attempts += 1;
         job.started_ms = Some(now_ms());
         self.record(&job).await;
@@ -533,7 +535,7 @@ impl Runtime {
             stop = stop.wait_for(Option::is_some) => Err(stop.ok().and_then(|stop| *stop).unwrap_or(Stop::Suspended)),
         };
         if let Err(Stop::Suspended) = result {
-            job.state = State::Queued;
+            job.state = JobState::Queued;
             job.attempts -= 1;
             job.started_ms = None;
             self.record(&job).await;
@@ -542,7 +544,7 @@ impl Runtime {
             if let Some(running) = running
                 && *running.signal.borrow() == Some(Stop::Cancelled)
             {
-                job.state = State::Cancelled;
+                job.state = JobState::Cancelled;
                 job.finished_ms = Some(now_ms());
                 self.conclude(&job).await;
             }
@@ -563,7 +565,7 @@ impl Runtime {
     fn judge(&self, job: &mut Job, result: Option<Result<crate::Outcome, Failure>>) -> Option<Duration> {
         let failure = match result {
             None => {
-                job.state = State::Cancelled;
+                job.state = JobState::Cancelled;
                 job.finished_ms = Some(now_ms());
                 return None;
             }
@@ -581,7 +583,7 @@ impl Runtime {
                     );
                     return None;
                 }
-                job.state = State::Succeeded;
+                job.state = JobState::Succeeded;
                 job.finished_ms = Some(now_ms());
                 job.result = Some(result);
                 return None;
@@ -595,12 +597,12 @@ impl Runtime {
         if let Some(after) = busy {
             // Nothing ran, so it does not count as an attempt.
             job.attempts -= 1;
-            job.state = State::Queued;
+            job.state = JobState::Queued;
             return Some(after);
         }
         let can_retry = matches!(failure, Failure::Faulted(..)) && job.attempts - job.interrupted < job.attempts_max;
         if can_retry {
-            job.state = State::Queued;
+            job.state = JobState::Queued;
             job.error = Some(JobError { kind: failure.kind().to_owned(), message: failure.to_string() });
             let doubled = BACKOFF_MS.saturating_mul(1 << job.attempts.min(20));
             return Some(Duration::from_millis(doubled.min(BACKOFF_MS_MAX)));

@@ -164,8 +164,8 @@ impl Runtime {
         self.me.upgrade().ok_or(Rejection::ShuttingDown)
     }
 
-    /// Gives the runtime its device. Opening one takes a moment, which functions that need none do not wait for. The first
-    /// one given stays.
+    /// Gives the runtime its device. Opening one takes a moment, which functions that need none do not wait for. The
+    /// first one given stays.
     pub fn attach(&self, device: Device) {
         self.attach_with(device, None);
     }
@@ -307,8 +307,8 @@ impl Runtime {
         Ok(signature::exports(&loaded.entry))
     }
 
-    /// The revision ready to be instantiated; compiled again from its source where its artifact is missing, damaged or of
-    /// another engine.
+    /// The revision ready to be instantiated; compiled again from its source where its artifact is missing, damaged or
+    /// of another engine.
     pub(crate) async fn load(
         &self,
         name: &str,

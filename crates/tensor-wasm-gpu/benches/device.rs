@@ -248,9 +248,10 @@ fn copies(device: &Device, tenant: &Tenant, raw: &Baseline, report: &mut Report)
             for _ in 0..rounds {
                 let started = Instant::now();
                 let (buffer, pinned) = ((buffer.handle(), 0), (&pinned, 0));
-                let copy = match to_device {
-                    true => tenant.write_pinned(pinned, buffer, bytes),
-                    false => tenant.read_pinned(buffer, pinned, bytes),
+                let copy = if to_device {
+                    tenant.write_pinned(pinned, buffer, bytes)
+                } else {
+                    tenant.read_pinned(buffer, pinned, bytes)
                 };
                 copy.unwrap().wait().unwrap();
                 ours.push(us(started.elapsed()));

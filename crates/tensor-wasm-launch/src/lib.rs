@@ -5,8 +5,8 @@
 //! bytes → KernelModule (module) → Image (cache) → LaunchStream (tenant) → Launch (launch) → Trap
 //! ```
 //!
-//! The crate knows neither guests nor tenancy policy nor an engine: what runs kernels where the device is a CPU is handed
-//! to the device as [`tensor_wasm_gpu::HostKernels`].
+//! The crate knows neither guests nor tenancy policy nor an engine: what runs kernels where the device is a CPU is
+//! handed to the device as [`tensor_wasm_gpu::HostKernels`].
 
 pub mod cache;
 mod launch;

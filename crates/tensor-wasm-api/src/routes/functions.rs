@@ -34,8 +34,14 @@ pub(crate) struct DeployRequest {
     name: String,
     /// The module or component, base64.
     wasm_b64: String,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "settings_object")]
     settings: SettingsRequest,
+}
+
+/// Settings from an object and nothing else: serde would take a list for a struct, its fields in order.
+fn settings_object<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<SettingsRequest, D::Error> {
+    let object = serde_json::Map::deserialize(deserializer)?;
+    SettingsRequest::deserialize(serde_json::Value::Object(object)).map_err(serde::de::Error::custom)
 }
 
 /// What changes in the function's settings, as a JSON merge patch (RFC 7396): what is absent stays as in the serving
@@ -333,6 +339,7 @@ async fn deploy_for(
             .ok_or_else(|| ApiError::bad_request("invalid_name", "an application/wasm body needs ?name=NAME"))?;
         let settings: SettingsRequest = match query.settings {
             Some(json) => serde_json::from_str(&json)
+                .and_then(|object: serde_json::Value| settings_object(object))
                 .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
             None => SettingsRequest::default(),
         };

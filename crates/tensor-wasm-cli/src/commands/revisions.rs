@@ -10,7 +10,7 @@ use crate::{Ended, Global};
 /// The longest setting shown in the table; `--json` has all of it.
 const SHOWN_CHARS_MAX: usize = 32;
 
-/// List a function's revisions, newest first, with what each changed in the settings of the one before.
+/// List a function's revisions, newest first, and what each changed in the settings.
 #[derive(clap::Args)]
 pub(crate) struct Revisions {
     /// The function's name or id.

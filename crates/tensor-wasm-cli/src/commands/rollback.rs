@@ -23,9 +23,10 @@ impl Rollback {
         let path = format!("/functions/{}/rollback", segment(&self.name));
         let function =
             Client::new(global).with_json(Method::POST, &path, &[], &json!({ "revision": self.revision }))?;
-        match global.json {
-            true => print_json(&function),
-            false => println!("{} is at revision {}", field(&function, "name"), short(&field(&function, "revision"))),
+        if global.json {
+            print_json(&function);
+        } else {
+            println!("{} is at revision {}", field(&function, "name"), short(&field(&function, "revision")));
         }
         Ok(ExitCode::SUCCESS)
     }

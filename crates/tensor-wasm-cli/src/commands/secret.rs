@@ -13,7 +13,7 @@ use crate::{Ended, Failed, Global};
 /// Longer values are refused by any server; this only bounds what is read here.
 const VALUE_BYTES_MAX: u64 = 1 << 20;
 
-/// Give a function secrets, which it sees as environment variables and nobody can read back.
+/// Give a function secrets: environment variables that nobody can read back.
 ///
 /// They belong to the function, not to a revision: they survive redeploys, and a rollback does not bring back a secret
 /// that was deleted, nor an old value. The server needs a key to seal them with (TENSOR_WASM_SECRETS_KEY).
@@ -27,8 +27,8 @@ pub(crate) struct Secret {
 enum SecretCommand {
     /// Set a secret; calls that begin afterwards see it.
     ///
-    /// The value is read from stdin (asked for without echo on a terminal), so that it is in no shell history and no list
-    /// of processes. One newline at its end is left out.
+    /// The value is read from stdin (asked for without echo on a terminal), so that it is in no shell history and no
+    /// list of processes. One newline at its end is left out.
     Set {
         /// The function.
         name: String,

@@ -17,7 +17,8 @@ use crate::{Ended, Failed};
 ///
 /// Environment: TENSOR_WASM_API_TOKENS (tokens and the tenants they speak for), TENSOR_WASM_API_RATE_LIMIT_QPS and
 /// TENSOR_WASM_API_RATE_LIMIT_BURST (every tenant's rate), TENSOR_WASM_API_AUDIT_LOG (stdout, none or file:PATH),
-/// TENSOR_WASM_SECRETS_KEY (32 bytes that functions' secrets are sealed with), TENSOR_WASM_LOG (info, debug…), TENSOR_WASM_OTLP_ENDPOINT (where spans go, as http://host:4318).
+/// TENSOR_WASM_SECRETS_KEY (32 bytes that functions' secrets are sealed with), TENSOR_WASM_LOG (info, debug…),
+/// TENSOR_WASM_OTLP_ENDPOINT (where spans go, as http://host:4318).
 #[derive(clap::Args)]
 pub(crate) struct Serve {
     /// Where to listen; a name stands for all its addresses. Anything but loopback needs tokens.
@@ -35,8 +36,8 @@ pub(crate) struct Serve {
     /// Print the configuration this would serve with, every key explained, and exit.
     #[arg(long)]
     print_config: bool,
-    /// Give up all functions' secrets, because their key is lost; functions that had some refuse calls until they are set
-    /// again or deleted.
+    /// Give up all functions' secrets, because their key is lost; functions that had some refuse calls until they are
+    /// set again or deleted.
     #[arg(long)]
     forget_secrets: bool,
 }

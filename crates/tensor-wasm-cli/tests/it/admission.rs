@@ -156,8 +156,8 @@ fn a_flood_does_not_double_the_neighbours_p99() {
         let headers = [("x-tensorwasm-tenant", tenant), ("content-type", "application/wasm")];
         server.request("POST", "/functions?name=lab", &headers, &guest_bytes("http-lab.wasm")).ok();
     }
-    // The neighbour's own work is 20 ms of waiting, as for a database: long enough that the client's own scheduling on a
-    // shared machine is not what is measured.
+    // The neighbour's own work is 20 ms of waiting, as for a database: long enough that the client's own scheduling on
+    // a shared machine is not what is measured.
     let quiet_p99 = |calls: usize| {
         let call = || {
             let started = Instant::now();

@@ -1,4 +1,5 @@
-//! The device as a user of the binary meets it. What every device must do is the conformance suite of `tensor-wasm-gpu`.
+//! The device as a user of the binary meets it. What every device must do is the conformance suite of
+//! `tensor-wasm-gpu`.
 
 use std::process::Command;
 

@@ -1,5 +1,5 @@
-//! Functions that launch their own kernels, over HTTP: what they compute, what happens to those that misbehave, and that
-//! nobody else notices. Everything runs on the CPU, and again on a GPU where there is one.
+//! Functions that launch their own kernels, over HTTP: what they compute, what happens to those that misbehave, and
+//! that nobody else notices. Everything runs on the CPU, and again on a GPU where there is one.
 
 use std::time::{Duration, Instant};
 
@@ -8,13 +8,11 @@ use serde_json::{Value, json};
 use crate::support::{Options, Server, guest_bytes, stdout, tensor_wasm, wait_until};
 
 fn devices() -> Vec<&'static str> {
-    match stdout(&tensor_wasm(&["devices"])).contains("cuda:0") {
-        true => vec!["cpu", "cuda"],
-        false => {
-            println!("skipped: no CUDA device");
-            vec!["cpu"]
-        }
+    if stdout(&tensor_wasm(&["devices"])).contains("cuda:0") {
+        return vec!["cpu", "cuda"];
     }
+    println!("skipped: no CUDA device");
+    vec!["cpu"]
 }
 
 fn deploy(server: &Server, name: &str, file: &str) {
@@ -166,7 +164,12 @@ fn images_are_drawn_and_blurred_over_http() {
 #[test]
 fn a_function_without_permission_does_not_reach_the_device() {
     let server = Server::with(Options::config("[tenant.none]\ngpu_memory_bytes_max = 0\n").device("cpu"));
-    server.deploy("plain", "gpu-examples.wasm");
+    // A deploy that says nothing of the GPU is told so; one that says no is taken at its word.
+    let plain = [("content-type", "application/wasm")];
+    let wasm = guest_bytes("gpu-examples.wasm");
+    let refused = server.request("POST", "/functions?name=plain", &plain, &wasm);
+    assert!(refused.text().contains("--gpu"), "{}", refused.text());
+    server.request("POST", "/functions?name=plain&settings=%7B%22gpu%22%3Afalse%7D", &plain, &wasm).ok();
     let answer = server.invoke("plain", r#"{"export":"device"}"#).result();
     assert!(answer["err"].as_str().unwrap().contains("deploy it with --gpu"), "{answer}");
     let tenant = [("x-tensorwasm-tenant", "none"), ("content-type", "application/wasm")];

@@ -15,13 +15,15 @@ const GONE_MAX: Duration = Duration::from_secs(10);
 const MARKER: &str = "CUDA_CACHE_PATH";
 
 /// Processes that carry a server's marker: itself and its workers, also those whose parent is gone. A zombie has none.
+/// A compile worker has no environment, but its order names files of the data directory.
 fn marked(data: &Path) -> Vec<(i32, String)> {
     let marker = format!("{MARKER}={}\0", data.display());
     let carries = |pid: i32| {
         let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
         let is_marked = environment.windows(marker.len()).any(|window| window == marker.as_bytes());
-        is_marked
-            .then(|| std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().replace('\0', " "))
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().replace('\0', " ");
+        let is_compiling = line.contains(" compile-worker ") && line.contains(data.to_str()?);
+        (is_marked || is_compiling).then_some(line)
     };
     let processes = std::fs::read_dir("/proc").unwrap().flatten();
     let pids = processes.filter_map(|process| process.file_name().to_str()?.parse().ok());

@@ -173,7 +173,7 @@ fn secrets_are_bounded_and_belong_to_their_tenant() {
     // The limit is the tenant's, over all its functions; replacing one needs no more room. Racing ones are counted too.
     let statuses: Vec<u16> = std::thread::scope(|scope| {
         let one = |n: usize| {
-            let (put, function) = (&put, if n % 2 == 0 { "f" } else { "g" });
+            let (put, function) = (&put, if n.is_multiple_of(2) { "f" } else { "g" });
             scope.spawn(move || put(a, &format!("/functions/{function}/secrets/K{n}"), b"x").status)
         };
         (0..8).map(one).collect::<Vec<_>>().into_iter().map(|t| t.join().unwrap()).collect()

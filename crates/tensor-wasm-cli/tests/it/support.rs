@@ -215,10 +215,9 @@ impl Server {
         if !body.is_empty() && !headers.iter().any(|(name, _)| name.eq_ignore_ascii_case("content-type")) {
             request = request.header("content-type", "application/json");
         }
-        let mut response = match body.is_empty() && method != "POST" {
-            true => agent.run(request.body(()).unwrap())?,
-            false => agent.run(request.body(body).unwrap())?,
-        };
+        let is_bare = body.is_empty() && method != "POST";
+        let mut response =
+            if is_bare { agent.run(request.body(()).unwrap())? } else { agent.run(request.body(body).unwrap())? };
         let status = response.status().as_u16();
         let headers =
             response.headers().iter().map(|(k, v)| (k.to_string(), String::from_utf8_lossy(v.as_bytes()).into_owned()));

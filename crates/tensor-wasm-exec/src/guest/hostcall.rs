@@ -17,7 +17,7 @@ const ONE_BYTE: &str = r#"
         (data (i32.const 0) "\08\00\00\00\01\00\00\00x")
         (func (export "text") (result i32) (i32.const 0)))
       (core instance $i (instantiate $m))
-      (func (export "text") (result string) (canon lift (core func $i "text") (memory $i "memory"))))"#;
+      (func (export "text") (result string) (canon lift (core func $i "text") (memory (core memory $i "memory")))))"#;
 
 static EXHAUSTED: LazyLock<Option<String>> = LazyLock::new(|| provoke().err().map(|e| e.root_cause().to_string()));
 

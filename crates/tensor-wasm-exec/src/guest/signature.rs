@@ -1,7 +1,8 @@
 //! What a loaded function exports and imports, as text for people: names with their WIT or core types.
 //!
 //! A guest chooses its types, and a type that uses another one twice prints twice as long: twenty such definitions are
-//! a megabyte of text. So both the text of a type and the number of exports listed are bounded; what is cut ends in `…`.
+//! a megabyte of text. So both the text of a type and the number of exports listed are bounded; what is cut ends in
+//! `…`.
 
 use std::fmt::{self, Write};
 
@@ -219,12 +220,12 @@ mod tests {
             r#"(component
                 (core module $m (memory (export "memory") 1)
                     (func (export "r") (param i32 i32 i32 i32) (result i32) unreachable)
-                    (func (export "f") (param f32 i32 i32) (result i32) unreachable))
+                    (func (export "f") (param i32 f32 i32) (result i32) unreachable))
                 (core instance $i (instantiate $m))
                 (type $shape' (variant (case "dot") (case "circle" f32)))
                 (export $shape "shape" (type $shape'))
                 (func (export "f") (param "a" $shape) (param "b" u8) (result (result (list u8) (error string)))
-                    (canon lift (core func $i "f") (memory $i "memory"))))"#,
+                    (canon lift (core func $i "f") (memory (core memory $i "memory")))))"#,
         );
         let f = component_exports(&wit).pop().unwrap();
         assert_eq!(f.params, [param("a", "variant { dot, circle(f32) }"), param("b", "u8")]);
@@ -239,9 +240,11 @@ mod tests {
         }
         let text = format!(
             r#"(component
-                (core module $m (memory (export "memory") 1) (func (export "f") (param i32) unreachable))
+                (core module $m (memory (export "memory") 1) (func (export "f") (param i32) unreachable)
+                    (func (export "r") (param i32 i32 i32 i32) (result i32) unreachable))
                 (core instance $i (instantiate $m)) {types}
-                (func (export "f") (param "x" $t15) (canon lift (core func $i "f") (memory $i "memory"))))"#
+                (func (export "f") (param "x" $t15) (canon lift (core func $i "f")
+                    (memory (core memory $i "memory")) (realloc (core func $i "r")))))"#
         );
         let f = component_exports(&component(&text)).pop().unwrap();
         let ty = &f.params[0].1;

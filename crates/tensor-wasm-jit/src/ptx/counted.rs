@@ -1,6 +1,7 @@
 //! Counted loops (`loops.rs`) as PTX: a copy without a fence around each access, unrolled, with device pointers as
 //! induction variables, for when a check before the loop finds everything inside. Only this backend has it: it took the
-//! naive matrix product on a GPU from 2.6 times `nvcc -O3` to 1.0, while a processor predicts the branches of its fence.
+//! naive matrix product on a GPU from 2.6 times `nvcc -O3` to 1.0, while a processor predicts the branches of its
+//! fence.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;

@@ -76,7 +76,7 @@ impl From<GpuError> for Error {
 }
 
 /// What a host function answers: an error of the guest's to handle, or one that ends it.
-type Answer<T> = wasmtime::Result<Result<T, Error>>;
+type HostResult<T> = wasmtime::Result<Result<T, Error>>;
 
 /// Answers with an error, or goes on.
 macro_rules! try_answer {
@@ -89,7 +89,7 @@ macro_rules! try_answer {
 }
 
 impl compute::Host for State {
-    async fn device_info(&mut self) -> Answer<Info> {
+    async fn device_info(&mut self) -> HostResult<Info> {
         let tenant = try_answer!(self.stream().await).kernels.tenant.clone();
         let (info, stats) = (tenant.device().info(), tenant.memory());
         Ok(Ok(Info {
@@ -114,7 +114,7 @@ impl State {
 }
 
 impl compute::HostBuffer for State {
-    async fn allocate(&mut self, bytes: u64) -> Answer<Resource<Buffer>> {
+    async fn allocate(&mut self, bytes: u64) -> HostResult<Resource<Buffer>> {
         let buffer = try_answer!(self.allocate_buffer(bytes).await);
         Ok(Ok(self.ctx().table.push(Buffer { buffer, bytes })?))
     }
@@ -123,14 +123,14 @@ impl compute::HostBuffer for State {
         Ok(self.device_buffer(&buffer)?.1)
     }
 
-    async fn write(&mut self, buffer: Resource<Buffer>, offset: u64, data: Vec<u8>) -> Answer<()> {
+    async fn write(&mut self, buffer: Resource<Buffer>, offset: u64, data: Vec<u8>) -> HostResult<()> {
         let (handle, _) = self.device_buffer(&buffer)?;
         let stream = try_answer!(self.stream().await).stream;
         try_answer!(stream.write(handle, offset, &data).await);
         Ok(Ok(()))
     }
 
-    async fn read(&mut self, buffer: Resource<Buffer>, offset: u64, bytes: u64) -> Answer<Vec<u8>> {
+    async fn read(&mut self, buffer: Resource<Buffer>, offset: u64, bytes: u64) -> HostResult<Vec<u8>> {
         let (handle, size) = self.device_buffer(&buffer)?;
         let stream = try_answer!(self.stream().await).stream;
         if offset.checked_add(bytes).is_none_or(|end| end > size) {
@@ -152,14 +152,14 @@ impl compute::HostBuffer for State {
         source: Resource<Buffer>,
         source_offset: u64,
         bytes: u64,
-    ) -> Answer<()> {
+    ) -> HostResult<()> {
         let ((to, _), (from, _)) = (self.device_buffer(&buffer)?, self.device_buffer(&source)?);
         let stream = try_answer!(self.stream().await).stream;
         drop(try_answer!(stream.copy((from, source_offset), (to, offset), bytes)));
         Ok(Ok(()))
     }
 
-    async fn fill(&mut self, buffer: Resource<Buffer>, offset: u64, bytes: u64, value: u8) -> Answer<()> {
+    async fn fill(&mut self, buffer: Resource<Buffer>, offset: u64, bytes: u64, value: u8) -> HostResult<()> {
         let (handle, _) = self.device_buffer(&buffer)?;
         let stream = try_answer!(self.stream().await).stream;
         drop(try_answer!(stream.fill(handle, offset, bytes, value)));
@@ -173,7 +173,7 @@ impl compute::HostBuffer for State {
 }
 
 impl compute::HostKernels for State {
-    async fn load(&mut self, wasm: Vec<u8>) -> Answer<Resource<Kernels>> {
+    async fn load(&mut self, wasm: Vec<u8>) -> HostResult<Resource<Kernels>> {
         let module = try_answer!(self.kernel_module(wasm).await);
         Ok(Ok(self.ctx().table.push(Kernels(Arc::new(module)))?))
     }
@@ -189,7 +189,7 @@ impl compute::HostKernels for State {
         groups: Size,
         items: Size,
         arguments: Vec<compute::Argument>,
-    ) -> Answer<Resource<Completion>> {
+    ) -> HostResult<Resource<Completion>> {
         let module = self.ctx().table.get(&kernels)?.0.clone();
         let mut given = Vec::with_capacity(arguments.len());
         for argument in arguments {
@@ -218,7 +218,7 @@ impl compute::HostCompletion for State {
         subscribe(self.ctx().table, completion)
     }
 
-    async fn wait(&mut self, completion: Resource<Completion>) -> Answer<()> {
+    async fn wait(&mut self, completion: Resource<Completion>) -> HostResult<()> {
         let launch = &mut self.ctx().table.get_mut(&completion)?.0;
         try_answer!(launch.wait().await);
         Ok(Ok(()))

@@ -38,7 +38,7 @@ struct Held {
 }
 
 /// A result, or an error of the guest's to handle.
-type Answer<T> = Result<T, GpuError>;
+type FlatResult<T> = Result<T, GpuError>;
 
 pub(crate) fn add_to_linker(linker: &mut Linker<State>) -> wasmtime::Result<()> {
     linker.func_wrap_async(MODULE, "wasi_cuda_load_ptx", |caller, args: (u32, u32, u32, u32)| {
@@ -113,7 +113,7 @@ fn no_such(what: &str, handle: i64) -> GpuError {
 }
 
 /// Nothing but that it went well, or the error.
-fn answered(done: Result<(), impl Into<KernelError>>) -> wasmtime::Result<Answer<i64>> {
+fn answered(done: Result<(), impl Into<KernelError>>) -> wasmtime::Result<FlatResult<i64>> {
     Ok(match done {
         Ok(()) => Ok(0),
         Err(error) => Err(GpuError::of(error)?),
@@ -130,7 +130,7 @@ const FIRST_BUFFER: i64 = 1;
 impl Guest<'_> {
     /// What the guest gets: a result, or the number of an error, whose text it may ask for. Addresses that are not its
     /// own end it.
-    fn answer(&mut self, answer: wasmtime::Result<Answer<i64>>) -> wasmtime::Result<i64> {
+    fn answer(&mut self, answer: wasmtime::Result<FlatResult<i64>>) -> wasmtime::Result<i64> {
         Ok(answer?.unwrap_or_else(|GpuError { kind, text, .. }| {
             self.0.data_mut().session().flat.last_error = text;
             kind as i64
@@ -155,7 +155,7 @@ impl Guest<'_> {
         &mut self.0.data_mut().session().flat
     }
 
-    fn has_room(&mut self) -> Answer<()> {
+    fn has_room(&mut self) -> FlatResult<()> {
         let flat = self.flat();
         if flat.kernels.len() + flat.buffers.len() < HANDLES_MAX {
             return Ok(());
@@ -167,7 +167,7 @@ impl Guest<'_> {
     async fn load(
         &mut self,
         (code, code_len, entry, entry_len): (u32, u32, u32, u32),
-    ) -> wasmtime::Result<Answer<i64>> {
+    ) -> wasmtime::Result<FlatResult<i64>> {
         if let Err(refused) = self.has_room() {
             return Ok(Err(refused));
         }
@@ -205,7 +205,7 @@ impl Guest<'_> {
             u32,
             u32,
         ),
-    ) -> wasmtime::Result<Answer<i64>> {
+    ) -> wasmtime::Result<FlatResult<i64>> {
         let found = index(kernel, 0).and_then(|at| self.flat().kernels.get(at).cloned());
         let Some((module, name)) = found else { return Ok(Err(no_such("kernel", kernel))) };
         let invalid = |why: &str| Ok(Err(GpuError::new(ErrorKind::InvalidLaunch, why.to_owned())));
@@ -231,7 +231,7 @@ impl Guest<'_> {
     }
 
     /// Reads packed arguments: a tag each, and a value behind it.
-    fn arguments(&mut self, packed: &[u8]) -> Answer<Vec<Argument>> {
+    fn arguments(&mut self, packed: &[u8]) -> FlatResult<Vec<Argument>> {
         let mut rest = packed;
         let mut arguments = Vec::new();
         let cut =
@@ -264,7 +264,7 @@ impl Guest<'_> {
     }
 
     /// A pointer into the guest's own memory, where the device sees that.
-    fn pointer(&mut self, offset: u64, bytes: u64) -> Answer<Argument> {
+    fn pointer(&mut self, offset: u64, bytes: u64) -> FlatResult<Argument> {
         let memory = self.memory().map_err(|error| GpuError::new(ErrorKind::InvalidLaunch, error.to_string()))?;
         let size = memory.data_size(&self.0) as u64;
         if offset + bytes > size {
@@ -282,13 +282,13 @@ impl Guest<'_> {
         }
     }
 
-    fn buffer(&mut self, handle: i64) -> Answer<(Handle, u64)> {
+    fn buffer(&mut self, handle: i64) -> FlatResult<(Handle, u64)> {
         let held = index(handle, FIRST_BUFFER).and_then(|at| self.flat().buffers.get(at));
         held.map(|held| (held.buffer.handle(), held.bytes)).ok_or_else(|| no_such("buffer", handle))
     }
 
     /// Waits for every launch; the first that went wrong is the error.
-    async fn sync(&mut self) -> wasmtime::Result<Answer<i64>> {
+    async fn sync(&mut self) -> wasmtime::Result<FlatResult<i64>> {
         let mut launches = std::mem::take(&mut self.flat().launches);
         let mut first = Ok(0);
         for launch in &mut launches {
@@ -300,7 +300,7 @@ impl Guest<'_> {
         Ok(first)
     }
 
-    async fn alloc(&mut self, bytes: i64) -> wasmtime::Result<Answer<i64>> {
+    async fn alloc(&mut self, bytes: i64) -> wasmtime::Result<FlatResult<i64>> {
         if let Err(refused) = self.has_room() {
             return Ok(Err(refused));
         }
@@ -315,12 +315,12 @@ impl Guest<'_> {
         })
     }
 
-    fn free(&mut self, handle: i64) -> wasmtime::Result<Answer<i64>> {
+    fn free(&mut self, handle: i64) -> wasmtime::Result<FlatResult<i64>> {
         let held = index(handle, FIRST_BUFFER).and_then(|at| self.flat().buffers.try_remove(at));
         Ok(held.map(|_| 0).ok_or_else(|| no_such("buffer", handle)))
     }
 
-    async fn write(&mut self, (handle, offset, at, len): (i64, i64, u32, u32)) -> wasmtime::Result<Answer<i64>> {
+    async fn write(&mut self, (handle, offset, at, len): (i64, i64, u32, u32)) -> wasmtime::Result<FlatResult<i64>> {
         let (buffer, _) = match self.buffer(handle) {
             Ok(found) => found,
             Err(refused) => return Ok(Err(refused)),
@@ -334,7 +334,7 @@ impl Guest<'_> {
         answered(written)
     }
 
-    async fn read(&mut self, (at, handle, offset, len): (u32, i64, i64, u32)) -> wasmtime::Result<Answer<i64>> {
+    async fn read(&mut self, (at, handle, offset, len): (u32, i64, i64, u32)) -> wasmtime::Result<FlatResult<i64>> {
         let (buffer, _) = match self.buffer(handle) {
             Ok(found) => found,
             Err(refused) => return Ok(Err(refused)),
