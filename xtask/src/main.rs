@@ -23,11 +23,7 @@ enum Chore {
     /// Start a server, deploy four examples, call each, print a table; then serve until Ctrl-C.
     Demo,
     /// Check that the papers match the code, and the code its own rules.
-    Tidy {
-        /// Lower what xtask/ratchet.txt allows to what is there.
-        #[arg(long)]
-        tighten: bool,
-    },
+    Tidy,
     /// Check licences, bans and sources of all dependencies against deny.toml.
     Deny,
     /// Print every result file under bench-results/ as one table, shortfalls first.
@@ -43,7 +39,7 @@ fn main() -> anyhow::Result<()> {
         Chore::Guests => guests::build(),
         Chore::Ptxas => ptxas::install(),
         Chore::Demo => demo::run(),
-        Chore::Tidy { tighten } => tidy::check(tighten),
+        Chore::Tidy => tidy::check(),
         Chore::Deny => deny::check(),
         Chore::Results { markdown: false } => results::print(),
         Chore::Results { markdown: true } => results::markdown(),

@@ -19,6 +19,9 @@
 #[path = "../../tensor-wasm-bench/src/report.rs"]
 mod report;
 
+// What the shared report needs.
+use anyhow as _;
+use serde_json as _;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

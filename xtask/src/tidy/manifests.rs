@@ -1,6 +1,6 @@
 //! Checks of manifests: workspace lints, dependencies that nothing names, and those that cross a boundary.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use super::Tree;
 
@@ -9,23 +9,22 @@ fn manifests(tree: &Tree) -> impl Iterator<Item = (&str, toml::Table)> {
     manifests.filter_map(|(path, text)| Some((path.as_str(), text.parse().ok()?)))
 }
 
-/// Crates of the workspace that have lints of their own, or none, by manifest.
-pub(super) fn lints(tree: &Tree) -> BTreeMap<String, Vec<String>> {
+/// Crates of the workspace that have lints of their own, or none.
+pub(super) fn lints(tree: &Tree) -> Vec<String> {
     let members = manifests(tree).filter(|(path, _)| path.starts_with("crates/") || path.starts_with("xtask/"));
     let takes = |manifest: &toml::Table| {
         let lints = manifest.get("lints").and_then(|lints| lints.get("workspace"));
         lints.and_then(toml::Value::as_bool) == Some(true)
     };
     let without = members.filter(|(_, manifest)| !takes(manifest));
-    without.map(|(path, _)| (path.to_owned(), vec![format!("{path} lacks `[lints] workspace = true`")])).collect()
+    without.map(|(path, _)| format!("{path} lacks `[lints] workspace = true`")).collect()
 }
 
 /// Every dependency of a crate is named by one of its sources, and every dependency of a workspace by one of its
 /// crates.
-pub(super) fn dependencies(tree: &Tree) -> BTreeMap<String, Vec<String>> {
-    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    let mut complain =
-        |path: &str, what: String| found.entry(path.to_owned()).or_default().push(format!("{path}: {what}"));
+pub(super) fn dependencies(tree: &Tree) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut complain = |path: &str, what: String| found.push(format!("{path}: {what}"));
     // What crates take from their workspace. Names are enough: the workspaces here do not share any that differ.
     let mut taken = BTreeSet::new();
     for (path, manifest) in manifests(tree).filter(|(_, manifest)| manifest.contains_key("package")) {

@@ -2,10 +2,8 @@
 //!
 //! Each check is a function from the tree to complaints. It reads text, not syntax: crude, and quick enough to run with
 //! every test. Here are the tree and the checks of papers; `sources.rs` reads Rust, `manifests.rs` the manifests.
-//! Some rules of style came later than the code: `ratchet.rs` lets each file keep the violations it had, and no more.
 
 mod manifests;
-mod ratchet;
 mod sources;
 #[cfg(test)]
 mod tests;
@@ -51,13 +49,10 @@ struct Tree {
     binaries: BTreeSet<String>,
 }
 
-/// Runs every check. With `tighten`, what the ratchet allows is lowered to what is there.
-pub(crate) fn check(tighten: bool) -> anyhow::Result<()> {
+/// Runs every check.
+pub(crate) fn check() -> anyhow::Result<()> {
     let tree = Tree::read()?;
-    if tighten {
-        return ratchet::tighten(&tree);
-    }
-    let checks: [(&str, Check); 18] = [
+    let checks: [(&str, Check); 17] = [
         ("papers name files that exist, by their whole path", paths),
         ("links of papers lead somewhere", links),
         ("comments name files that exist", sources::comments),
@@ -69,13 +64,12 @@ pub(crate) fn check(tighten: bool) -> anyhow::Result<()> {
         ("documented flags exist", flags),
         ("files say what they are and are not too long", shape),
         ("no unfinished business", leftovers),
-        ("lines of code and comments fit 120 columns", |tree| ratchet::hold(tree, "columns", sources::columns)),
-        ("a choice between true and false is an `if`", |tree| ratchet::hold(tree, "bool-match", sources::bool_matches)),
-        ("a type's name means one thing in its crate", |tree| ratchet::hold(tree, "names", sources::names)),
-        ("every crate takes the workspace's lints", |tree| ratchet::hold(tree, "lints", manifests::lints)),
-        ("every dependency is named by its crate", |tree| ratchet::hold(tree, "dependencies", manifests::dependencies)),
+        ("lines of code and comments fit 120 columns", sources::columns),
+        ("a choice between true and false is an `if`", sources::bool_matches),
+        ("a type's name means one thing in its crate", sources::names),
+        ("every crate takes the workspace's lints", manifests::lints),
+        ("every dependency is named by its crate", manifests::dependencies),
         ("crates keep their boundaries", manifests::boundaries),
-        ("ratchets are as tight as they can be", ratchet::slack),
     ];
     let mut failed = 0;
     for (what, check) in checks {

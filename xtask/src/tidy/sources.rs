@@ -57,8 +57,8 @@ pub(super) fn comments(tree: &Tree) -> Vec<String> {
     complaints
 }
 
-/// Lines that are too long, by file. A line with a string in it may be longer: text of another language is not broken.
-pub(super) fn columns(tree: &Tree) -> BTreeMap<String, Vec<String>> {
+/// Lines that are too long. A line with a string in it may be longer: text of another language is not broken.
+pub(super) fn columns(tree: &Tree) -> Vec<String> {
     let too_long = |line: &str| {
         let is_comment = line.trim_start().starts_with("//");
         line.chars().count() > COLUMNS_MAX && (is_comment || !line.contains(['"', '$']))
@@ -66,8 +66,8 @@ pub(super) fn columns(tree: &Tree) -> BTreeMap<String, Vec<String>> {
     by_line(tree, |line| too_long(line).then(|| format!("{} columns", line.chars().count())))
 }
 
-/// Arms of a `match` on a truth, by file.
-pub(super) fn bool_matches(tree: &Tree) -> BTreeMap<String, Vec<String>> {
+/// Arms of a `match` on a truth.
+pub(super) fn bool_matches(tree: &Tree) -> Vec<String> {
     let is_arm = |line: &str| {
         ["true =>", "false =>"].iter().any(|arm| {
             let first = line.trim_start().starts_with(arm);
@@ -78,20 +78,20 @@ pub(super) fn bool_matches(tree: &Tree) -> BTreeMap<String, Vec<String>> {
     by_line(tree, |line| is_arm(line).then(|| line.trim().to_owned()))
 }
 
-fn by_line(tree: &Tree, check: impl Fn(&str) -> Option<String>) -> BTreeMap<String, Vec<String>> {
-    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
+fn by_line(tree: &Tree, check: impl Fn(&str) -> Option<String>) -> Vec<String> {
+    let mut found = Vec::new();
     for (path, text) in rust(tree) {
         for (number, line) in text.lines().enumerate() {
             if let Some(what) = check(line) {
-                found.entry(path.to_owned()).or_default().push(format!("{path}:{}: {what}", number + 1));
+                found.push(format!("{path}:{}: {what}", number + 1));
             }
         }
     }
     found
 }
 
-/// Types of a crate that share a name which says too little, by crate.
-pub(super) fn names(tree: &Tree) -> BTreeMap<String, Vec<String>> {
+/// Types of a crate that share a name which says too little.
+pub(super) fn names(tree: &Tree) -> Vec<String> {
     let mut places: BTreeMap<(String, &str), Vec<String>> = BTreeMap::new();
     for (path, text) in rust(tree).filter(|(path, _)| path.contains("/src/") && !path.ends_with("/tests.rs")) {
         for (number, line) in text.lines().enumerate() {
@@ -105,9 +105,6 @@ pub(super) fn names(tree: &Tree) -> BTreeMap<String, Vec<String>> {
             }
         }
     }
-    let mut found: BTreeMap<String, Vec<String>> = BTreeMap::new();
-    for ((folder, name), places) in places.into_iter().filter(|(_, places)| places.len() > 1) {
-        found.entry(folder).or_default().push(format!("{name} is {}", places.join(" and ")));
-    }
-    found
+    let shared = places.into_iter().filter(|(_, places)| places.len() > 1);
+    shared.map(|((_, name), places)| format!("{name} is {}", places.join(" and "))).collect()
 }

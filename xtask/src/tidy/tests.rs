@@ -83,7 +83,7 @@ fn metrics_of_every_crate_are_written() {
 
 #[test]
 fn lines_fit() {
-    let check: Check = |tree| ratchet::hold(tree, "columns", sources::columns);
+    let check: Check = sources::columns;
     let (fits, long) = (format!("// {}\n", "é".repeat(117)), format!("// {}\n", "é".repeat(118)));
     assert_none(check, &[("crates/a/src/b.rs", &fits)]);
     assert_one(check, &[("crates/a/src/b.rs", &long)], "b.rs:1: 121 columns");
@@ -93,7 +93,7 @@ fn lines_fit() {
 
 #[test]
 fn a_choice_between_truths_is_an_if() {
-    let check: Check = |tree| ratchet::hold(tree, "bool-match", sources::bool_matches);
+    let check: Check = sources::bool_matches;
     let several = format!("match a {{\n    {} 1,\n    (true, _) => 2,\n}}\n", "true =>");
     assert_one(check, &[("crates/a/src/b.rs", &several)], "b.rs:2");
     assert_one(check, &[("crates/a/src/b.rs", &format!("match a {{ {} 1 }}\n", "false =>"))], "b.rs:1");
@@ -102,7 +102,7 @@ fn a_choice_between_truths_is_an_if() {
 
 #[test]
 fn generic_names_are_used_once_in_a_crate() {
-    let check: Check = |tree| ratchet::hold(tree, "names", sources::names);
+    let check: Check = sources::names;
     let (a, b) = (("crates/a/Cargo.toml", ""), ("crates/b/Cargo.toml", ""));
     let (first, second) = (("crates/a/src/x.rs", "struct State {}\n"), ("crates/a/src/y.rs", "pub enum State {}\n"));
     assert_one(check, &[a, first, second], "State is crates/a/src/x.rs:1 and crates/a/src/y.rs:1");
@@ -113,14 +113,14 @@ fn generic_names_are_used_once_in_a_crate() {
 
 #[test]
 fn crates_take_the_workspaces_lints() {
-    let check: Check = |tree| ratchet::hold(tree, "lints", manifests::lints);
+    let check: Check = manifests::lints;
     assert_one(check, &[("crates/a/Cargo.toml", "[lints.rust]\nunsafe_code = \"allow\"\n")], "crates/a/Cargo.toml");
     assert_none(check, &[("crates/a/Cargo.toml", "[lints]\nworkspace = true\n"), ("guests/a/Cargo.toml", "")]);
 }
 
 #[test]
 fn dependencies_are_named() {
-    let check: Check = |tree| ratchet::hold(tree, "dependencies", manifests::dependencies);
+    let check: Check = manifests::dependencies;
     let manifest = ("crates/a/Cargo.toml", "[package]\nname = \"a\"\n[dependencies]\nb-c.workspace = true\n");
     assert_one(check, &[manifest, ("crates/a/src/lib.rs", "//! Not my_b_c::x.\n")], "b-c is named by no source");
     assert_none(check, &[manifest, ("crates/a/tests/t.rs", "use b_c::x;\n")]);
@@ -144,23 +144,6 @@ fn crates_keep_their_boundaries() {
     assert_one(check, &[(launch, "[dependencies]\nwasmtime-wasi.workspace = true\n")], "wasmtime-wasi is not for this");
     assert_none(check, &[(launch, "[dependencies]\nblake3 = \"1\"\n[dev-dependencies]\nwasmtime = \"1\"\n")]);
     assert_eq!(manifests::boundaries(&tree(&[])).len(), 5, "manifests that are not there");
-}
-
-#[test]
-fn a_ratchet_holds_and_only_tightens() {
-    let check: Check = |tree| ratchet::hold(tree, "columns", sources::columns);
-    let long = format!("// {}\n", "x".repeat(200));
-    let two = format!("{long}{long}");
-    let file = |text| ("crates/a/src/b.rs", text);
-    let allow = |count| ("xtask/ratchet.txt", count);
-    assert_none(check, &[file(two.as_str()), allow("columns crates/a/src/b.rs 2\n")]);
-    assert_eq!(complaints(check, &[file(two.as_str()), allow("columns crates/a/src/b.rs 1\n")]).len(), 3);
-    assert_eq!(complaints(check, &[file(two.as_str()), allow("columns crates/a/src/c.rs 2\n")]).len(), 2);
-    let loose = [file(two.as_str()), allow("columns crates/a/src/b.rs 3\ncolumns crates/a/src/c.rs 1\n")];
-    assert_eq!(complaints(ratchet::slack, &loose).len(), 2);
-    assert_eq!(ratchet::tightened(&tree(&loose)), "columns crates/a/src/b.rs 2\n");
-    let tight = [file(two.as_str()), allow("columns crates/a/src/b.rs 1\n")];
-    assert_eq!(ratchet::tightened(&tree(&tight)), "columns crates/a/src/b.rs 1\n");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Secrets of a function: set, list by name, delete. A value goes in and never comes out; see `catalog/secrets.rs` in
-//! `tensor-wasm-exec`.
+//! Secrets of a function: set, list by name, delete. A value goes in and never comes out; see
+//! `tensor-wasm-exec/src/catalog/secrets.rs`.
 
 use axum::Json;
 use axum::body::Body;

@@ -2,8 +2,8 @@
 //!
 //! Shared by all of them: which job is which call (`execute.rs`), modules and kernels (`modules.rs`), the threads that
 //! load them (`lane.rs`), recorded graphs (`graphs.rs`). A folder each for what differs, with the same files in all:
-//! `mod.rs` (the device and its operations), `streams.rs`, `memory.rs`, `modules.rs`. How to add another is in
-//! ARCHITECTURE.md.
+//! `cuda/mod.rs` (the device and its operations), `cuda/streams.rs`, `cuda/memory.rs`, `cuda/modules.rs`. How to add
+//! another is in ARCHITECTURE.md.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
