@@ -30,7 +30,7 @@ pub(crate) struct Invoke {
     /// from a file, - from stdin.
     #[arg(long, value_name = "JSON|@FILE|-", default_value = "null", hide_default_value = true)]
     args: String,
-    /// Give the bytes of a file (- for stdin) to an export that takes a list<u8>, or to a command as its stdin.
+    /// Give the bytes of a file (- for stdin) to an export that takes bytes, or to a command as its stdin.
     /// The bytes that come back go to stdout.
     #[arg(long = "in", value_name = "FILE|-", conflicts_with_all = ["args", "in_background", "deadline_ms"])]
     input: Option<PathBuf>,
