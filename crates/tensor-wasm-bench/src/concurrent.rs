@@ -226,6 +226,13 @@ impl Client {
     }
 }
 
+/// Sleeps until then. The end of a scope unparks the thread that opened it, so one look at the clock is not enough.
+fn wait_out(until: Instant) {
+    while Instant::now() < until {
+        std::thread::park_timeout(until.saturating_duration_since(Instant::now()));
+    }
+}
+
 /// Calls per second of so many connections for each tenant.
 fn rate(addr: &str, tenants: &[&str], connections: usize, rounds: u32) -> anyhow::Result<f64> {
     let stop = AtomicBool::new(false);
@@ -247,7 +254,7 @@ fn rate(addr: &str, tenants: &[&str], connections: usize, rounds: u32) -> anyhow
         for tenant in TENANTS.into_iter().filter(|tenant| tenants.contains(tenant)) {
             threads.extend((0..connections).map(|_| run(tenant)));
         }
-        std::thread::park_timeout(MEASURED);
+        wait_out(Instant::now() + MEASURED);
         stop.store(true, Ordering::Relaxed);
         let join = |thread: std::thread::ScopedJoinHandle<'_, anyhow::Result<usize>>| {
             thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a client panicked")))
@@ -271,7 +278,7 @@ fn contended(device: &Device, report: &mut Report) -> anyhow::Result<()> {
                 flood(&tenant, &streams, grid, stop)
             })
         });
-        std::thread::park_timeout(MEASURED);
+        wait_out(Instant::now() + MEASURED);
         stop.store(true, Ordering::Relaxed);
         let join = |thread: std::thread::ScopedJoinHandle<'_, anyhow::Result<f64>>| {
             thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a tenant panicked")))
