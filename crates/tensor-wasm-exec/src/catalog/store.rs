@@ -28,6 +28,9 @@ const CACHE_BYTES: usize = 8 << 20;
 
 const CHECKSUM_BYTES: usize = 8;
 
+/// How long an earlier holder of the file may still hold its lock when it is opened.
+const LOCK_PATIENCE: std::time::Duration = std::time::Duration::from_secs(2);
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Table {
     /// `tenant NUL name` → function record.
@@ -113,7 +116,7 @@ pub(crate) enum Read<T> {
 impl Store {
     pub(crate) fn open(path: &Path) -> Result<Store, StoreError> {
         let file = Arc::new(File { path: path.to_owned(), database: RwLock::new(None) });
-        file.reopen()?;
+        file.reopen_when_free()?;
         let (requests, incoming) = mpsc::sync_channel(WAITING_MAX);
         let writer = file.clone();
         std::thread::Builder::new()
@@ -278,6 +281,21 @@ impl File {
         }
     }
 
+    /// As `reopen`, but gives an earlier holder `LOCK_PATIENCE` to let go of the lock. A killed server's child
+    /// between fork and exec still has the server's descriptors, and with them its lock; so has a writer thread that
+    /// has not yet seen its channel close.
+    fn reopen_when_free(&self) -> Result<(), StoreError> {
+        let begun = std::time::Instant::now();
+        loop {
+            match self.reopen() {
+                Err(StoreError::InUse { .. }) if begun.elapsed() < LOCK_PATIENCE => {
+                    std::thread::sleep(std::time::Duration::from_millis(10));
+                }
+                opened => return opened,
+            }
+        }
+    }
+
     fn reopen(&self) -> Result<(), StoreError> {
         let mut guard = self.database.write();
         *guard = None;
@@ -365,13 +383,7 @@ mod tests {
         }
         assert!(matches!(Store::open(&path), Err(StoreError::InUse { .. })));
         drop(Arc::into_inner(store));
-        let reopened = loop {
-            // The writer thread lets go of the file once its channel closes.
-            match Store::open(&path) {
-                Err(StoreError::InUse { .. }) => std::thread::yield_now(),
-                other => break other.unwrap(),
-            }
-        };
+        let reopened = Store::open(&path).unwrap();
         let all = reopened.all::<u32>(Table::Jobs).unwrap();
         assert_eq!(all.len(), 200);
         assert!(all.iter().zip(0..).all(|((_, value), n)| matches!(value, Read::Good(v) if *v == n)));
