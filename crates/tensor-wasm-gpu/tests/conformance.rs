@@ -19,6 +19,7 @@
 mod streams;
 
 use std::collections::BTreeMap;
+use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -32,6 +33,9 @@ use tensor_wasm_gpu::{
     HostLaunch, HostModule, Kernel, OpenOptions, Param, Params, Pinned, Placement, SlabPlan, Stream, Tenant,
     TenantLimits,
 };
+
+/// How many hardware queues the driver gives a process.
+const QUEUES_VARIABLE: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// Where a case runs.
 struct Setup {
@@ -87,6 +91,14 @@ fn main() -> ExitCode {
     {
         let host = if command == streams::WITH_KERNELS { streams::TestKernels::host() } else { HostKernels::default() };
         return tensor_wasm_gpu::worker_main(fd.parse().unwrap(), choice.parse().unwrap(), host);
+    }
+    // Threads of this process have as many hardware queues as a worker process: that is settled when it starts.
+    if std::env::var_os(QUEUES_VARIABLE).is_none() {
+        let again = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(&args[1..])
+            .env(QUEUES_VARIABLE, "32")
+            .exec();
+        panic!("this program cannot be started again: {again}");
     }
     let filter = args.iter().skip(1).find(|arg| !arg.starts_with('-')).cloned().unwrap_or_default();
     std::panic::set_hook(Box::new(|info| eprintln!("    {info}")));

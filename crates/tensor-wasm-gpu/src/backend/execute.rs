@@ -10,7 +10,7 @@ use super::{Backend, no_stream, unknown};
 use crate::error::DeviceError;
 use crate::info::DeviceInfo;
 use crate::queue::job::{Answer, Job, SentJob};
-use crate::slab::{PAYLOAD_BYTES_MAX, STREAMS, Slab, is_lane, lane_of};
+use crate::slab::{PAYLOAD_BYTES_MAX, RESIDENTS, STREAMS, Slab, is_lane, lane_of};
 
 /// What a backend's folder has: the operations of its device. They are done at once or put on the stream `on`, in
 /// order.
@@ -31,6 +31,10 @@ pub(super) trait DeviceOps {
     /// Makes one more stream for the tenant whose first stream is `owner`, which is open. Never refuses for want of
     /// streams: it then shares the first.
     fn open_more(&mut self, stream: usize, owner: usize) -> Result<(), DeviceError>;
+
+    /// Makes a stream for one resident kernel, which is what is launched on it, of the tenant whose first stream is
+    /// `owner`. Its words in the slab are `words`.
+    fn open_resident(&mut self, stream: usize, owner: usize, words: usize) -> Result<(), DeviceError>;
 
     /// The first stream of the tenant that a stream belongs to.
     fn owner(&self, stream: usize) -> usize;
@@ -129,6 +133,11 @@ fn stream_of(stream: u32) -> Result<usize, DeviceError> {
     if stream < STREAMS && !is_lane(stream) { Ok(stream) } else { Err(no_stream(stream)) }
 }
 
+/// A job's number of a resident kernel's words.
+fn resident_of(words: u32) -> Option<usize> {
+    Some(words as usize).filter(|words| *words < RESIDENTS)
+}
+
 fn len(bytes: u64) -> Result<usize, DeviceError> {
     usize::try_from(bytes).map_err(|_| DeviceError::OutOfMemory { asked_bytes: bytes })
 }
@@ -151,6 +160,11 @@ impl<D: DeviceOps> Backend for Executor<D> {
             Job::OpenMore { stream, owner } => {
                 let owner = stream_of(owner).ok().filter(|owner| self.device.is_open(*owner));
                 self.device.open_more(stream_of(stream)?, owner.ok_or_else(|| unknown(job))?).map(done)
+            }
+            Job::OpenResident { stream, owner, words } => {
+                let owner = stream_of(owner).ok().filter(|owner| self.device.is_open(*owner));
+                let (owner, words) = owner.zip(resident_of(words)).ok_or_else(|| unknown(job))?;
+                self.device.open_resident(stream_of(stream)?, owner, words).map(done)
             }
             Job::Await { stream } => {
                 let before = stream_of(stream)?;

@@ -1,7 +1,7 @@
 //! What runs jobs: a CUDA device or the CPU. A backend belongs to one worker thread.
 //!
 //! Shared by all of them: which job is which call (`execute.rs`), modules and kernels (`modules.rs`), the threads that
-//! load them (`lane.rs`), recorded graphs (`graphs.rs`). A folder each for what differs, with the same files in all:
+//! load them (`lane.rs`), recorded graphs (`graphs.rs`), resident kernels that make way (`residents.rs`). A folder each for what differs, with the same files in all:
 //! `cuda/mod.rs` (the device and its operations), `cuda/streams.rs`, `cuda/memory.rs`, `cuda/modules.rs`. How to add
 //! another is in ARCHITECTURE.md.
 
@@ -11,6 +11,7 @@ mod execute;
 mod graphs;
 mod lane;
 mod modules;
+mod residents;
 
 use std::sync::Arc;
 

@@ -93,7 +93,9 @@ impl Events {
 /// Where the worker runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Placement {
-    /// A thread of this process: quick to start, but a fault of the device is a fault of this process.
+    /// A thread of this process: quick to start, but a fault of the device is a fault of this process, and the
+    /// driver's hardware queues are shared with whatever else in this process uses CUDA. There are eight, and 32 if
+    /// `CUDA_DEVICE_MAX_CONNECTIONS` says so when the process starts, as a worker process does.
     Thread,
     /// A process of its own, started as `EXE ARGS…` followed by the worker's arguments. It calls
     /// [`crate::worker_main`].

@@ -29,7 +29,9 @@ pub struct Resident {
 impl Tenant {
     /// Launches a kernel that stays until it is told to end. It takes two parameters more than are given here, the
     /// last ones: the addresses of two words, its heartbeat, which it is to count up for as long as it is well, and
-    /// its stop word, on which it is to end when it is not zero. Its buffers may be used by others meanwhile; when is
+    /// its stop word, on which it is to return when it is not zero. Returning need not be the end: a device on which
+    /// modules are loaded has resident kernels make way for that and launches them again with the same parameters, so
+    /// what a resident kernel is to remember it keeps in memory. Its buffers may be used by others meanwhile; when is
     /// for them to settle.
     pub fn resident(&self, kernel: &Kernel, grid: Grid, params: &Params) -> Result<Resident, DeviceError> {
         let state = &self.state;
@@ -72,16 +74,17 @@ impl Stream {
         let params = params.followed_by([address(Slab::beat_offset(words)), address(Slab::stop_offset(words))]);
         let pinned = self.check_launch(kernel, grid, &params, bound)?;
         let (stream, owner) = (self.number(), self.state.number());
+        bound.link.open_resident(stream as usize, &self.state.name);
+        let words = u32::try_from(words).unwrap_or(u32::MAX);
+        bound.link.send(CONTROL, vec![Job::OpenResident { stream, owner, words }.into()])?.wait(|_| ())?;
         let mut memory = self.state.memory.lock();
         let parts = whole_parts(&memory, &params)?;
         let (mut orders, spans) = self.before(bound, &memory, &parts)?;
         let block = params.block(&addresses(&spans, &params));
         orders.push(Order::new(launch_job(kernel, grid), &block, Some(Keep::Kernel(kernel.module().clone(), pinned))));
-        bound.link.open_resident(stream as usize, &self.state.name);
-        drop(bound.link.send(CONTROL, vec![Job::OpenMore { stream, owner }.into()])?);
         let ticket = bound.link.send(stream as usize, orders)?;
         parts.iter().for_each(|part| memory.arena.hold(*part, ticket.as_use()));
-        bound.link.watch_resident(words, ticket.as_use());
+        bound.link.watch_resident(words as usize, ticket.as_use());
         Ok(Completion(ticket))
     }
 }

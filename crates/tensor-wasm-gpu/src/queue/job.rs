@@ -178,6 +178,9 @@ jobs! {
     /// What comes next on this job's stream begins after everything that was sent to another stream of the tenant
     /// before.
     23 Await { stream: u32 };
+    /// Makes a stream for one resident kernel of the tenant whose first stream is `owner`; `words` are its words in the
+    /// slab.
+    24 OpenResident { stream: u32, owner: u32, words: u32 };
 }
 
 /// What a worker answers to a job that succeeded.

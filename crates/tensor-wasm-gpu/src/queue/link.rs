@@ -24,7 +24,7 @@ use crate::metrics::Metrics;
 use crate::number::half;
 use crate::queue::fair::{Fair, Full, Share, Turn};
 use crate::queue::job::{Answer, Cell, Job};
-use crate::slab::{CELLS, RESIDENTS, STREAMS, Slab, WorkerState, is_lane};
+use crate::slab::{CELLS, RESIDENTS, STOP_END, STOP_LEAVE, STOP_NO, STREAMS, Slab, WorkerState, is_lane};
 use crate::sync::waiters::{Waiter, Waiters};
 use crate::wait::{COMPLETION_PAUSES, SpinThenPark, TASK_SPIN, spin_until, thread_spin};
 use crate::worker::STOP;
@@ -354,7 +354,7 @@ impl Link {
     fn stop_residents(&self) {
         let residents = self.residents.lock();
         let held = residents.iter().enumerate().filter(|(_, resident)| resident.is_some());
-        held.for_each(|(n, _)| self.slab.stop(n).store(1, Ordering::Release));
+        held.for_each(|(n, _)| self.slab.stop(n).store(STOP_END, Ordering::Release));
     }
 
     /// Takes words of the slab for a resident kernel of a tenant that may have so many. An error says how many it has.
@@ -366,7 +366,7 @@ impl Link {
         let held = residents.iter().flatten().filter(|resident| resident.owner == owner).count();
         let free = residents.iter().position(Option::is_none).filter(|_| held < max).ok_or(held)?;
         self.slab.beat(free).store(0, Ordering::Relaxed);
-        self.slab.stop(free).store(0, Ordering::Relaxed);
+        self.slab.stop(free).store(STOP_NO, Ordering::Relaxed);
         residents[free] = Some(ResidentJob { owner, own: None, beat: 0, since: Instant::now(), told: None });
         Ok(free)
     }
@@ -386,7 +386,7 @@ impl Link {
     /// Tells a resident kernel to end, if it is there still.
     pub(crate) fn stop_resident(&self, words: usize, own: StreamUse) {
         if let Some(resident) = self.residents.lock()[words].as_mut().filter(|resident| resident.own == Some(own)) {
-            self.slab.stop(words).store(1, Ordering::Release);
+            self.slab.stop(words).store(STOP_END, Ordering::Release);
             resident.told.get_or_insert_with(Instant::now);
         }
     }
@@ -400,7 +400,9 @@ impl Link {
                 continue;
             };
             let beat = self.slab.beat(n).load(Ordering::Relaxed);
-            if beat != own.beat {
+            // One that makes way has no beat; that it leaves and comes back is the worker's business.
+            let is_away = self.slab.stop(n).load(Ordering::Relaxed) == STOP_LEAVE;
+            if beat != own.beat || is_away {
                 (own.beat, own.since) = (beat, Instant::now());
             }
             if own.told.is_some_and(|told| told.elapsed() > stop_max) {

@@ -106,8 +106,13 @@ mod at {
 const LINE: usize = 64;
 
 /// A resident kernel's words: its heartbeat, which the device writes, and a line further its stop word, which the
-/// server does.
+/// server and the worker do.
 const RESIDENT_BYTES: usize = 2 * LINE;
+
+/// What a stop word says: to stay, to end, or to make way and be launched again.
+pub(crate) const STOP_NO: u64 = 0;
+pub(crate) const STOP_END: u64 = 1;
+pub(crate) const STOP_LEAVE: u64 = 2;
 
 /// Words of an entry of the region table: the name, where it begins, how large it is.
 const REGION_WORDS: usize = REGION_NAME_MAX / 8 + 2;
@@ -346,7 +351,7 @@ impl Slab {
         self.word(index(Slab::beat_offset(resident)))
     }
 
-    /// What tells a resident kernel to end, once it is not zero.
+    /// What tells a resident kernel to leave, once it is not zero.
     pub(crate) fn stop(&self, resident: usize) -> &AtomicU64 {
         self.word(index(Slab::stop_offset(resident)))
     }

@@ -29,7 +29,7 @@ impl HostModule for TestKernels {
     fn params(&self, kernel: &str) -> Option<Vec<(u32, u32)>> {
         let words = match kernel {
             "spin" | "whole" => 1,
-            "increment" | "stay" | "mute" => 2,
+            "increment" | "frame" | "stay" | "mute" => 2,
             _ => return None,
         };
         Some((0..words).map(|n| (8 * n, 8)).collect())
@@ -55,7 +55,7 @@ impl HostModule for TestKernels {
                 let _held = WHOLE_DEVICE.lock().unwrap();
                 spin(param(0));
             }
-            "increment" => write(param(1), read(param(0)) + 1),
+            "increment" | "frame" => write(param(1), read(param(0)) + 1),
             "stay" => {
                 let mut beats = 0;
                 while read(param(1)) == 0 {
@@ -101,6 +101,16 @@ AGAIN:
     .reg .u64 %d<4>;
     ld.param.u64 %d1, [from]; ld.param.u64 %d2, [to];
     ld.volatile.global.u64 %d3, [%d1]; add.u64 %d3, %d3, 1; st.volatile.global.u64 [%d2], %d3;
+    ret;
+}
+.visible .entry frame(.param .u64 from, .param .u64 to)
+{
+    .local .align 8 .b8 slots[8192];
+    .reg .u64 %d<8>;
+    ld.param.u64 %d1, [from]; ld.param.u64 %d2, [to];
+    ld.volatile.global.u64 %d3, [%d1]; and.b64 %d4, %d3, 4088;
+    mov.u64 %d5, slots; add.u64 %d5, %d5, %d4; add.u64 %d6, %d3, 1; st.local.u64 [%d5+4096], %d3;
+    st.local.u64 [%d5], %d6; ld.local.u64 %d7, [%d5]; st.volatile.global.u64 [%d2], %d7;
     ret;
 }
 .visible .entry stay(.param .u64 beat, .param .u64 stop)
@@ -333,11 +343,26 @@ pub(super) fn resident(setup: &Setup) {
     let stranger = device.tenant("stranger", TenantLimits::default()).unwrap();
     let theirs = test_kernel(&stranger, "stay");
     assert!(matches!(stranger.resident(&theirs, ONE, &none), Err(DeviceError::BadLaunch { .. })), "it may have none");
-    // For much longer than a job may take, and nobody else is held up.
+    // For much longer than a job may take, and nobody else is held up: not by what a driver does only when nothing
+    // runs (loading and unloading modules, more memory for threads, a part of the multiprocessors), nor by sharing a
+    // queue.
     let began = Instant::now();
     let buffer = stranger.buffer(1_000).unwrap();
-    while began.elapsed() < 3 * limit {
+    let mut rounds = 0;
+    while began.elapsed() < 3 * limit || rounds < 5 {
+        rounds += 1;
         write(&stranger, buffer.handle(), 0, &[1; 1_000]);
+        let increment = test_kernel(&stranger, if rounds % 2 == 0 { "frame" } else { "increment" });
+        let streams: Vec<Stream> = (0..40).map(|_| stranger.stream()).collect();
+        for stream in &streams {
+            let params = Params::new([0, 8].map(|offset| Param::Buffer { handle: buffer.handle(), offset }));
+            retry(|| stream.launch(&increment, ONE, &params)).wait().unwrap();
+        }
+        assert_eq!(read(&stranger, buffer.handle(), 8, 8), 0x0101_0101_0101_0102_u64.to_le_bytes());
+        let limits = TenantLimits { multiprocessors: 8, ..TenantLimits::default() };
+        let part = device.tenant(&format!("part-{rounds}"), limits).unwrap();
+        let own = part.buffer(1_000).unwrap();
+        write(&part, own.handle(), 0, &[1; 1_000]);
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(!first.is_over() && !second.is_over() && first.beats() > 10, "{}", first.beats());

@@ -101,6 +101,11 @@ impl DeviceOps for CpuDevice {
         Ok(())
     }
 
+    fn open_resident(&mut self, stream: usize, owner: usize, _words: usize) -> Result<(), DeviceError> {
+        // Nothing here waits for a kernel that stays: it has a thread of its own.
+        self.open_more(stream, owner)
+    }
+
     fn owner(&self, stream: usize) -> usize {
         self.streams[stream].owner
     }

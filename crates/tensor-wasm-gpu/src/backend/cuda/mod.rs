@@ -1,12 +1,15 @@
 //! A CUDA device, through the driver API. The driver's library is opened at run time; without it, or with too old a
 //! one, opening says so.
 //!
-//! The worker's thread owns the context. Two other kinds of threads touch CUDA, both per tenant and started when first
-//! needed: one that waits for events (`streams.rs`), and one that loads modules (`modules.rs`).
+//! The worker's thread owns the context. Three other kinds of threads touch CUDA, all started when first needed: a
+//! stream's that waits for events (`streams.rs`), a tenant's that loads modules (`modules.rs`), and a resident kernel's
+//! that launches it again after it made way (`residents.rs`).
 
 mod driver;
 mod memory;
 mod modules;
+mod queues;
+mod residents;
 mod streams;
 
 use std::ffi::{c_int, c_void};
@@ -19,8 +22,11 @@ use cudarc::driver::sys as cu;
 pub(crate) use self::driver::probe;
 use self::driver::{Context, attribute, check};
 use self::modules::{CudaKernel, CudaLoader};
+use self::queues::HardwareQueues;
+use self::residents::CudaResident;
 use self::streams::CudaStream;
 use super::execute::{DeviceOps, Executor, LaunchShape};
+use super::residents::Residents;
 use super::{Backend, already_recording, no_stream, not_recording};
 use crate::choice::{DeviceKind, Unavailable};
 use crate::error::DeviceError;
@@ -34,10 +40,12 @@ pub(super) fn open(slab: &Arc<Slab>, index: u32) -> Result<Box<dyn Backend>, Una
     let context = Context::retain(device).map_err(failed)?;
     context.enter().map_err(failed)?;
     let slab_address = memory::register(slab).map_err(failed)?;
-    let loader = CudaLoader { device, context: context.clone() };
+    let residents = Arc::new(Residents::new(slab.clone()));
+    let loader = CudaLoader { device, context: context.clone(), residents: residents.clone() };
     let streams = (0..STREAMS).map(|_| None).collect();
-    let mut opened = CudaDevice { slab: slab.clone(), device, context, slab_address, streams };
-    opened.streams[CONTROL] = Some(CudaStream::new(device, CONTROL, 0).map_err(failed)?);
+    let queues = HardwareQueues::new();
+    let mut opened = CudaDevice { slab: slab.clone(), device, context, slab_address, streams, queues, residents };
+    opened.streams[CONTROL] = Some(CudaStream::new(CONTROL, None, &mut opened.queues).map_err(failed)?);
     Ok(Box::new(Executor::new(slab.clone(), opened, loader)))
 }
 
@@ -47,6 +55,8 @@ struct CudaDevice {
     context: Arc<Context>,
     slab_address: u64,
     streams: Vec<Option<CudaStream>>,
+    queues: HardwareQueues,
+    residents: Arc<Residents>,
 }
 
 /// A graph, instantiated.
@@ -57,8 +67,25 @@ impl CudaDevice {
         self.streams[stream].as_ref().ok_or_else(|| no_stream(stream))
     }
 
+    /// Where a stream's work goes on the device.
+    fn on_device(&self, stream: usize) -> Result<cu::CUstream, DeviceError> {
+        Ok(self.queues.stream(self.stream(stream)?.queue))
+    }
+
+    /// The same for what may be recorded.
+    fn target(&self, stream: usize) -> Result<cu::CUstream, DeviceError> {
+        self.stream(stream)?.recording.map_or_else(|| self.on_device(stream), Ok)
+    }
+
     fn stream_mut(&mut self, stream: usize) -> Result<&mut CudaStream, DeviceError> {
         self.streams[stream].as_mut().ok_or_else(|| no_stream(stream))
+    }
+
+    /// Puts a stream in its place.
+    fn put_stream(&mut self, stream: usize, opened: CudaStream) -> Result<(), DeviceError> {
+        self.close_stream(stream)?;
+        self.streams[stream] = Some(opened);
+        Ok(())
     }
 
     fn name(&self) -> String {
@@ -114,26 +141,45 @@ impl DeviceOps for CudaDevice {
     }
 
     fn open_stream(&mut self, stream: usize, memory_bytes_max: u64, multiprocessors: u32) -> Result<(), DeviceError> {
-        let mut opened = CudaStream::new(self.device, stream, multiprocessors)?;
-        match memory::new_pool(self.device, memory_bytes_max) {
-            Ok(pool) => opened.pool = Some(pool),
+        let green = match multiprocessors {
+            0 => None,
+            count => {
+                let _pause = self.residents.pause()?;
+                Some(streams::new_green(self.device, count)?)
+            }
+        };
+        let opened = CudaStream::new(stream, green, &mut self.queues).and_then(|mut opened| {
+            match memory::new_pool(self.device, memory_bytes_max) {
+                Ok(pool) => opened.pool = Some(pool),
+                Err(error) => {
+                    opened.destroy(stream, &mut self.queues);
+                    return Err(error);
+                }
+            }
+            Ok(opened)
+        });
+        match opened {
+            Ok(opened) => self.put_stream(stream, opened),
             Err(error) => {
-                opened.destroy(stream);
-                return Err(error);
+                if let Some(green) = green {
+                    let _pause = self.residents.pause()?;
+                    streams::destroy_green(green);
+                }
+                Err(error)
             }
         }
-        if let Some(old) = self.streams[stream].replace(opened) {
-            old.destroy(stream);
-        }
-        Ok(())
     }
 
     fn open_more(&mut self, stream: usize, owner: usize) -> Result<(), DeviceError> {
-        let opened = CudaStream::another(owner, self.stream(owner)?)?;
-        if let Some(old) = self.streams[stream].replace(opened) {
-            old.destroy(stream);
-        }
-        Ok(())
+        let green = self.stream(owner)?.green;
+        let opened = CudaStream::new(owner, green, &mut self.queues)?;
+        self.put_stream(stream, opened)
+    }
+
+    fn open_resident(&mut self, stream: usize, owner: usize, words: usize) -> Result<(), DeviceError> {
+        let green = self.stream(owner)?.green;
+        let opened = CudaStream::resident(owner, green, words, &mut self.queues)?;
+        self.put_stream(stream, opened)
     }
 
     fn owner(&self, stream: usize) -> usize {
@@ -141,22 +187,25 @@ impl DeviceOps for CudaDevice {
     }
 
     fn order_after(&mut self, on: usize, before: usize) -> Result<(), DeviceError> {
-        streams::order(self.stream(before)?.stream, self.stream(on)?.stream)
+        streams::order(self.on_device(before)?, self.on_device(on)?)
     }
 
     fn close_stream(&mut self, stream: usize) -> Result<(), DeviceError> {
         if stream == CONTROL {
             return Err(no_stream(stream));
         }
-        if let Some(own) = self.streams[stream].take() {
-            own.destroy(stream);
+        if let Some(own) = self.streams[stream].take()
+            && let Some(green) = own.destroy(stream, &mut self.queues)
+        {
+            let _pause = self.residents.pause()?;
+            streams::destroy_green(green);
         }
         Ok(())
     }
 
     fn reserve(&mut self, stream: usize, bytes: u64) -> Result<u64, DeviceError> {
         let pool = self.stream(stream)?.pool.ok_or_else(|| no_stream(stream))?;
-        let address = memory::reserve(pool, self.stream(CONTROL)?.stream, bytes)?;
+        let address = memory::reserve(pool, self.on_device(CONTROL)?, bytes)?;
         self.stream_mut(stream)?.reserved.insert(address);
         Ok(address)
     }
@@ -166,94 +215,90 @@ impl DeviceOps for CudaDevice {
             return Ok(false);
         }
         // SAFETY: the address came from `reserve`, and is forgotten above.
-        check(unsafe { cu::cuMemFreeAsync(address, self.stream(on)?.stream) }).map(|()| true)
+        check(unsafe { cu::cuMemFreeAsync(address, self.on_device(on)?) }).map(|()| true)
     }
 
     fn release_all(&mut self, stream: usize) -> Result<(), DeviceError> {
-        let own = self.stream_mut(stream)?;
-        for address in own.reserved.drain() {
+        let on_device = self.on_device(stream)?;
+        for address in self.stream_mut(stream)?.reserved.drain() {
             // SAFETY: an address from `reserve`, forgotten here.
-            check(unsafe { cu::cuMemFreeAsync(address, own.stream) })?;
+            check(unsafe { cu::cuMemFreeAsync(address, on_device) })?;
         }
         Ok(())
     }
 
     fn fill(&mut self, on: usize, address: u64, bytes: usize, value: u8) -> Result<(), DeviceError> {
         // SAFETY: a stream of ours and a range that `DeviceOps` says is the job's.
-        check(unsafe { cu::cuMemsetD8Async(address, value, bytes, self.stream(on)?.stream) })
+        check(unsafe { cu::cuMemsetD8Async(address, value, bytes, self.target(on)?) })
     }
 
     fn write(&mut self, on: usize, from: *const u8, to_address: u64, bytes: usize) -> Result<(), DeviceError> {
         // SAFETY: as in `fill`.
-        check(unsafe { cu::cuMemcpyHtoDAsync_v2(to_address, from.cast(), bytes, self.stream(on)?.stream) })
+        check(unsafe { cu::cuMemcpyHtoDAsync_v2(to_address, from.cast(), bytes, self.target(on)?) })
     }
 
     fn read(&mut self, on: usize, from_address: u64, to: *mut u8, bytes: usize) -> Result<(), DeviceError> {
         // SAFETY: as in `fill`.
-        check(unsafe { cu::cuMemcpyDtoHAsync_v2(to.cast(), from_address, bytes, self.stream(on)?.stream) })
+        check(unsafe { cu::cuMemcpyDtoHAsync_v2(to.cast(), from_address, bytes, self.target(on)?) })
     }
 
     fn copy(&mut self, on: usize, from_address: u64, to_address: u64, bytes: usize) -> Result<(), DeviceError> {
         // SAFETY: as in `fill`.
-        check(unsafe { cu::cuMemcpyDtoDAsync_v2(to_address, from_address, bytes, self.stream(on)?.stream) })
+        check(unsafe { cu::cuMemcpyDtoDAsync_v2(to_address, from_address, bytes, self.target(on)?) })
     }
 
     fn launch(&mut self, on: usize, kernel: CudaKernel, shape: LaunchShape, params: &[u8]) -> Result<(), DeviceError> {
-        let own = self.stream(on)?;
+        let (context, residents, target) = (self.context.clone(), self.residents.clone(), self.target(on)?);
+        let own = self.stream_mut(on)?;
         // A function belongs to one context, a kernel to all: a green one, too.
         let function = if own.green.is_some() { kernel.kernel.cast() } else { kernel.function };
-        let stream = own.stream;
-        let mut size = params.len();
-        let mut extra = [
-            cu::CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT as usize as *mut c_void,
-            params.as_ptr().cast_mut().cast(),
-            cu::CU_LAUNCH_PARAM_BUFFER_SIZE_AS_INT as usize as *mut c_void,
-            (&raw mut size).cast(),
-            cu::CU_LAUNCH_PARAM_END_AS_INT as usize as *mut c_void,
-        ];
-        let extra = if params.is_empty() { null_mut() } else { extra.as_mut_ptr() };
-        let ([gx, gy, gz], [bx, by, bz], shared) = (shape.grid, shape.block, shape.shared_bytes);
-        // SAFETY: a kernel may be launched where a function may; the server checked the parameter block against the
-        // kernel's layout and the addresses in it against the tenant's buffers. The driver copies the block before it
-        // returns.
-        let result = unsafe { cu::cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, null_mut(), extra) };
-        match check(result) {
-            Err(DeviceError::Refused { why }) => Err(DeviceError::BadLaunch { why }),
-            other => other,
+        match &mut own.resident {
+            None => launch_kernel(function, target, shape, params),
+            Some(resident) if resident.ending.is_some() => {
+                Err(DeviceError::BadLaunch { why: "the stream has its resident kernel already".to_owned() })
+            }
+            Some(resident) => {
+                let kernel = CudaResident::new(context, function, target, shape, params)?;
+                resident.ending = Some(residents.stay(resident.words, on, kernel)?);
+                Ok(())
+            }
         }
     }
 
     fn begin_graph(&mut self, on: usize) -> Result<(), DeviceError> {
         const RELAXED: cu::CUstreamCaptureMode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         let own = self.stream_mut(on)?;
-        if own.is_recording {
+        if own.recording.is_some() {
             return Err(already_recording());
         }
+        let recording = queues::new_recording(own.green)?;
         // SAFETY: a stream of ours that is not capturing.
-        check(unsafe { cu::cuStreamBeginCapture_v2(own.stream, RELAXED) })?;
-        own.is_recording = true;
+        if let Err(error) = check(unsafe { cu::cuStreamBeginCapture_v2(recording, RELAXED) }) {
+            queues::destroy(recording);
+            return Err(error);
+        }
+        own.recording = Some(recording);
         Ok(())
     }
 
     fn end_graph(&mut self, on: usize) -> Result<CudaGraph, DeviceError> {
-        let own = self.stream_mut(on)?;
-        if !std::mem::take(&mut own.is_recording) {
-            return Err(not_recording());
-        }
+        let recording = self.stream_mut(on)?.recording.take().ok_or_else(not_recording)?;
         let (mut graph, mut exec) = (null_mut(), null_mut());
-        // SAFETY: the stream is capturing; the graph is ours and destroyed once it has been instantiated or not.
-        unsafe {
-            check(cu::cuStreamEndCapture(own.stream, &mut graph))?;
-            let made = check(cu::cuGraphInstantiateWithFlags(&mut exec, graph, 0));
-            check(cu::cuGraphDestroy(graph))?;
-            made?;
-        }
-        Ok(CudaGraph(exec))
+        // SAFETY: the stream is capturing, and nobody else has it; the graph is ours and destroyed once it has been
+        // instantiated or not.
+        let made = unsafe {
+            check(cu::cuStreamEndCapture(recording, &mut graph)).and_then(|()| {
+                let made = check(cu::cuGraphInstantiateWithFlags(&mut exec, graph, 0));
+                check(cu::cuGraphDestroy(graph)).and(made)
+            })
+        };
+        queues::destroy(recording);
+        made.map(|()| CudaGraph(exec))
     }
 
     fn replay(&mut self, on: usize, graph: &CudaGraph) -> Result<(), DeviceError> {
         // SAFETY: a graph and a stream of ours.
-        check(unsafe { cu::cuGraphLaunch(graph.0, self.stream(on)?.stream) })
+        check(unsafe { cu::cuGraphLaunch(graph.0, self.on_device(on)?) })
     }
 
     fn destroy_graph(&mut self, graph: CudaGraph) -> Result<(), DeviceError> {
@@ -267,22 +312,28 @@ impl DeviceOps for CudaDevice {
             self.slab.flag(stream).store(number, Ordering::Release);
             return Ok(());
         };
-        if own.is_recording {
+        if own.recording.is_some() {
             // The job that ends the recording has a later number and is flagged for all of them.
+            return Ok(());
+        }
+        if let Some(ending) = own.resident.as_ref().and_then(|resident| resident.ending.as_ref()) {
+            ending.flag(number);
             return Ok(());
         }
         let address = self.slab_address + Slab::flag_offset(stream);
         // SAFETY: an aligned word of the slab, which is registered and mapped.
-        check(unsafe { cu::cuStreamWriteValue32_v2(own.stream, address, number, 0) })
+        check(unsafe { cu::cuStreamWriteValue32_v2(self.queues.stream(own.queue), address, number, 0) })
     }
 
     fn prioritize(&mut self, stream: usize, low: bool) -> Result<(), DeviceError> {
-        self.stream_mut(stream)?.prioritize(low)
+        let CudaDevice { streams, queues, .. } = self;
+        streams[stream].as_mut().ok_or_else(|| no_stream(stream))?.prioritize(low, queues)
     }
 
     fn notify(&mut self, stream: usize) -> Result<(), DeviceError> {
         let (context, slab) = (self.context.clone(), self.slab.clone());
-        self.stream_mut(stream)?.notify(stream, &context, &slab)
+        let CudaDevice { streams, queues, .. } = self;
+        streams[stream].as_mut().ok_or_else(|| no_stream(stream))?.notify(stream, queues, &context, &slab)
     }
 
     fn finish(&mut self) {
@@ -291,13 +342,41 @@ impl DeviceOps for CudaDevice {
     }
 }
 
+fn launch_kernel(
+    function: cu::CUfunction,
+    stream: cu::CUstream,
+    shape: LaunchShape,
+    params: &[u8],
+) -> Result<(), DeviceError> {
+    let mut size = params.len();
+    let mut extra = [
+        cu::CU_LAUNCH_PARAM_BUFFER_POINTER_AS_INT as usize as *mut c_void,
+        params.as_ptr().cast_mut().cast(),
+        cu::CU_LAUNCH_PARAM_BUFFER_SIZE_AS_INT as usize as *mut c_void,
+        (&raw mut size).cast(),
+        cu::CU_LAUNCH_PARAM_END_AS_INT as usize as *mut c_void,
+    ];
+    let extra = if params.is_empty() { null_mut() } else { extra.as_mut_ptr() };
+    let ([gx, gy, gz], [bx, by, bz], shared) = (shape.grid, shape.block, shape.shared_bytes);
+    // SAFETY: a kernel may be launched where a function may; the server checked the parameter block against the
+    // kernel's layout and the addresses in it against the tenant's buffers. The driver copies the block before it
+    // returns.
+    let result = unsafe { cu::cuLaunchKernel(function, gx, gy, gz, bx, by, bz, shared, stream, null_mut(), extra) };
+    match check(result) {
+        Err(DeviceError::Refused { why }) => Err(DeviceError::BadLaunch { why }),
+        other => other,
+    }
+}
+
 impl Drop for CudaDevice {
     fn drop(&mut self) {
         // Everything on them is done (`finish`), and the graphs are gone.
         // From the last on: a green context goes after the streams in it.
         for (n, own) in self.streams.iter_mut().enumerate().rev() {
-            if let Some(own) = own.take() {
-                own.destroy(n);
+            if let Some(own) = own.take()
+                && let Some(green) = own.destroy(n, &mut self.queues)
+            {
+                streams::destroy_green(green);
             }
         }
         memory::unregister(&self.slab);

@@ -12,6 +12,7 @@ use object::read::elf::{FileHeader, ProgramHeader, SectionHeader};
 
 use super::driver::{Context, attribute, check};
 use crate::backend::modules::{FoundKernel, ModuleLoader};
+use crate::backend::residents::Residents;
 use crate::error::DeviceError;
 use crate::slab::PAYLOAD_BYTES_MAX;
 
@@ -21,6 +22,7 @@ const COMPILER_LOG_BYTES: usize = 4096;
 pub(super) struct CudaLoader {
     pub(super) device: cu::CUdevice,
     pub(super) context: Arc<Context>,
+    pub(super) residents: Arc<Residents>,
 }
 
 #[derive(Clone, Copy)]
@@ -42,6 +44,53 @@ impl CudaLoader {
     fn shared_bytes_max(&self) -> u32 {
         attribute(self.device, cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
     }
+
+    /// Has the driver set aside so much local memory for every thread that the device can run at once. It would when
+    /// such a kernel is first launched, and wait for everything on the device then.
+    fn make_room(&self, local_bytes: u64) -> Result<(), DeviceError> {
+        const STACK: cu::CUlimit = cu::CUlimit::CU_LIMIT_STACK_SIZE;
+        let bytes = usize::try_from(local_bytes).unwrap_or(usize::MAX);
+        let mut room = 0;
+        // SAFETY: writes one integer to a variable of ours.
+        check(unsafe { cu::cuCtxGetLimit(&mut room, STACK) })?;
+        if bytes <= room {
+            return Ok(());
+        }
+        let _pause = self.residents.pause()?;
+        // SAFETY: a limit of the current context.
+        check(unsafe { cu::cuCtxSetLimit(STACK, bytes) }).map_err(|error| match error {
+            lost @ DeviceError::DeviceLost { .. } => lost,
+            other => {
+                let why = format!("the device has no room for {bytes} bytes of local memory per thread: {other}");
+                DeviceError::BadModule { why }
+            }
+        })
+    }
+}
+
+/// Loads everything in a library now: the driver would otherwise wait for a kernel's first launch, and for everything
+/// on the device then, and complain then.
+fn load_whole(library: cu::CUlibrary) -> Result<(), DeviceError> {
+    let (mut module, mut count) = (null_mut(), 0);
+    // SAFETY: a library of ours, and variables of ours to write to.
+    unsafe {
+        check(cu::cuLibraryGetModule(&mut module, library))?;
+        check(cu::cuLibraryGetKernelCount(&mut count, library))?;
+    }
+    if count == 0 {
+        return Ok(());
+    }
+    let mut kernels = vec![null_mut(); count as usize];
+    // SAFETY: as many as there is room for.
+    check(unsafe { cu::cuLibraryEnumerateKernels(kernels.as_mut_ptr(), count, library) })?;
+    kernels.into_iter().try_for_each(|kernel| {
+        let mut function = null_mut();
+        // SAFETY: a kernel of the library, and its function in the current context.
+        unsafe {
+            check(cu::cuKernelGetFunction(&mut function, kernel))?;
+            check(cu::cuFuncLoad(function))
+        }
+    })
 }
 
 impl ModuleLoader for CudaLoader {
@@ -63,18 +112,15 @@ impl ModuleLoader for CudaLoader {
         } else {
             return Err(DeviceError::BadModule { why: "the cubin is cut off or damaged".to_owned() });
         };
-        let (mut library, mut module, no) = (null_mut(), null_mut(), null_mut());
-        let bytes = compiled.as_ptr().cast();
+        // Loading waits for everything on the device; compiling does not.
+        let _pause = self.residents.pause()?;
+        let mut library = null_mut();
+        let (bytes, no) = (compiled.as_ptr().cast(), null_mut());
         // SAFETY: an image from the driver's own compiler, or one whose parts were checked to lie inside it, and no
-        // options. Asking for the module loads it now: the driver would otherwise wait for the first kernel, and
-        // complain then.
-        let result = unsafe {
-            match cu::cuLibraryLoadData(&mut library, bytes, null_mut(), null_mut(), 0, null_mut(), no, 0) {
-                CUresult::CUDA_SUCCESS => cu::cuLibraryGetModule(&mut module, library),
-                error => error,
-            }
-        };
-        if let Err(error) = check(result) {
+        // options.
+        let result =
+            unsafe { check(cu::cuLibraryLoadData(&mut library, bytes, null_mut(), null_mut(), 0, null_mut(), no, 0)) };
+        if let Err(error) = result.and_then(|()| load_whole(library)) {
             if !library.is_null() {
                 // SAFETY: just loaded, and not used by anything.
                 unsafe { cu::cuLibraryUnload(library) };
@@ -85,6 +131,7 @@ impl ModuleLoader for CudaLoader {
     }
 
     fn unload(&self, module: Library) -> Result<(), DeviceError> {
+        let _pause = self.residents.pause()?;
         // SAFETY: a library of ours that nobody can name any more.
         check(unsafe { cu::cuLibraryUnload(module.0) })
     }
@@ -108,6 +155,7 @@ impl ModuleLoader for CudaLoader {
         let threads_max = attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?;
         let shared_bytes = attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?;
         let registers = attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?;
+        self.make_room(attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?)?;
         let dynamic = u64::from(self.shared_bytes_max()).saturating_sub(shared_bytes);
         // SAFETY: an attribute of a kernel of ours. More than the default 48 KiB has to be asked for.
         check(unsafe {

@@ -1,8 +1,8 @@
-//! Streams of a CUDA device: two priorities of one order, a share of the multiprocessors, and the thread that sleeps
-//! in the driver until an event and then rings the server's doorbell.
+//! Streams of a CUDA device: which hardware queue a stream's jobs go to, a share of the multiprocessors, and the thread
+//! that sleeps in the driver until an event and then rings the server's doorbell.
 
 use std::collections::HashSet;
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_uint;
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 use std::sync::Arc;
@@ -11,32 +11,34 @@ use std::sync::mpsc::{Sender, channel};
 use cudarc::driver::sys as cu;
 
 use super::driver::{Context, check};
+use super::queues::{self, HardwareQueues, QueueUse};
+use crate::backend::residents::Ending;
 use crate::error::DeviceError;
 use crate::slab::Slab;
-
-/// Stream priorities; every device that has any has these two.
-const HIGH: c_int = -1;
-const LOW: c_int = 0;
-
-const NON_BLOCKING: c_uint = cu::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
 
 pub(super) struct CudaStream {
     /// The first stream of its tenant.
     pub owner: usize,
-    /// Whether the driver's stream is the owner's, because it would make no more: shared, and not destroyed with this.
-    is_shared: bool,
-    /// What jobs go to: of high priority, or of low.
-    pub stream: cu::CUstream,
-    /// The other of the two, once there was need for it.
-    other: Option<cu::CUstream>,
+    /// Where its jobs go: of high priority, or of low. Other streams' jobs may go there too.
+    pub queue: QueueUse,
     is_low: bool,
     /// A context with a part of the multiprocessors.
     pub green: Option<cu::CUgreenCtx>,
     pub pool: Option<cu::CUmemoryPool>,
     /// Memory taken from the pool.
     pub reserved: HashSet<u64>,
-    pub is_recording: bool,
+    /// What is being recorded goes to a stream that nobody shares.
+    pub recording: Option<cu::CUstream>,
+    pub resident: Option<ResidentStream>,
     waiter: Option<Sender<RecordedEvent>>,
+}
+
+/// Of a stream for a resident kernel.
+pub(super) struct ResidentStream {
+    /// The number of its words in the slab.
+    pub words: usize,
+    /// Once it was launched.
+    pub ending: Option<Arc<Ending>>,
 }
 
 struct RecordedEvent(cu::CUevent);
@@ -46,86 +48,83 @@ struct RecordedEvent(cu::CUevent);
 unsafe impl Send for RecordedEvent {}
 
 impl CudaStream {
-    /// A tenant's first stream, of high priority, on all multiprocessors or, if the number is not zero, on so many.
-    pub(super) fn new(device: cu::CUdevice, own: usize, multiprocessors: u32) -> Result<CudaStream, DeviceError> {
-        let green = if multiprocessors > 0 { Some(new_green(device, multiprocessors)?) } else { None };
-        let stream = new_stream(green, HIGH).inspect_err(|_| {
-            if let Some(green) = green {
-                // SAFETY: just made, and not used by anything.
-                unsafe { cu::cuGreenCtxDestroy(green) };
-            }
-        })?;
-        Ok(CudaStream::of(own, stream, green, false))
+    /// A stream of high priority, on all multiprocessors or on those of a green context.
+    pub(super) fn new(
+        owner: usize,
+        green: Option<cu::CUgreenCtx>,
+        queues: &mut HardwareQueues,
+    ) -> Result<CudaStream, DeviceError> {
+        Ok(CudaStream::on(queues.take(green, false)?, owner, green, None))
     }
 
-    /// One more stream of a tenant, on its multiprocessors. Where the driver makes no more it shares the first:
-    /// slower, and not refused.
-    pub(super) fn another(owner: usize, first: &CudaStream) -> Result<CudaStream, DeviceError> {
-        match new_stream(first.green, HIGH) {
-            Ok(stream) => Ok(CudaStream::of(owner, stream, first.green, false)),
-            Err(DeviceError::DeviceLost { why }) => Err(DeviceError::DeviceLost { why }),
-            Err(error) => {
-                tracing::warn!(%error, "the driver makes no more streams; a tenant shares its first");
-                Ok(CudaStream::of(owner, first.stream, first.green, true))
-            }
-        }
+    /// A stream for one resident kernel.
+    pub(super) fn resident(
+        owner: usize,
+        green: Option<cu::CUgreenCtx>,
+        words: usize,
+        queues: &mut HardwareQueues,
+    ) -> Result<CudaStream, DeviceError> {
+        let resident = ResidentStream { words, ending: None };
+        Ok(CudaStream::on(queues.take_alone(green)?, owner, green, Some(resident)))
     }
 
-    fn of(owner: usize, stream: cu::CUstream, green: Option<cu::CUgreenCtx>, is_shared: bool) -> CudaStream {
+    fn on(
+        queue: QueueUse,
+        owner: usize,
+        green: Option<cu::CUgreenCtx>,
+        resident: Option<ResidentStream>,
+    ) -> CudaStream {
         CudaStream {
             owner,
-            is_shared,
-            stream,
-            other: None,
+            queue,
             is_low: false,
             green,
             pool: None,
             reserved: HashSet::new(),
-            is_recording: false,
+            recording: None,
+            resident,
             waiter: None,
         }
     }
 
-    /// `own` is the stream's number. What is the owner's goes with the owner.
-    pub(super) fn destroy(self, own: usize) {
-        // SAFETY: handles of ours that nothing uses any more; a stream that still has work is destroyed when that is
-        // done.
-        unsafe {
-            if !self.is_shared {
-                let _ = cu::cuStreamDestroy_v2(self.stream);
-            }
-            if let Some(other) = self.other {
-                let _ = cu::cuStreamDestroy_v2(other);
-            }
-            if let Some(pool) = self.pool {
-                let _ = cu::cuMemPoolDestroy(pool);
-            }
-            if let Some(green) = self.green.filter(|_| self.owner == own) {
-                let _ = cu::cuGreenCtxDestroy(green);
-            }
+    /// `own` is the stream's number. What is the owner's goes with the owner; a green context is returned, because the
+    /// driver waits for resident kernels before it goes.
+    pub(super) fn destroy(self, own: usize, queues: &mut HardwareQueues) -> Option<cu::CUgreenCtx> {
+        if let Some(recording) = self.recording {
+            queues::destroy(recording);
         }
+        queues.give_back(self.queue);
+        if let Some(pool) = self.pool {
+            // SAFETY: a pool of ours whose memory was given back, or is by the driver once it is not used.
+            let _ = unsafe { cu::cuMemPoolDestroy(pool) };
+        }
+        self.green.filter(|_| self.owner == own)
     }
 
-    /// Sends what comes from here on to the stream of the other priority, which begins after what is on this one.
-    pub(super) fn prioritize(&mut self, low: bool) -> Result<(), DeviceError> {
-        if self.is_low == low || self.is_recording || self.is_shared {
+    /// Sends what comes from here on to a queue of the other priority, where it begins after what is on this one.
+    pub(super) fn prioritize(&mut self, low: bool, queues: &mut HardwareQueues) -> Result<(), DeviceError> {
+        if self.is_low == low || self.resident.is_some() {
             return Ok(());
         }
-        let other = match self.other {
-            Some(other) => other,
-            None => *self.other.insert(new_stream(self.green, if low { LOW } else { HIGH })?),
-        };
-        order(self.stream, other)?;
-        self.other = Some(std::mem::replace(&mut self.stream, other));
+        let other = queues.take(self.green, low)?;
+        order(queues.stream(self.queue), queues.stream(other))?;
+        queues.give_back(std::mem::replace(&mut self.queue, other));
         self.is_low = low;
         Ok(())
     }
 
     /// Rings once everything on the stream so far is done.
-    pub(super) fn notify(&mut self, own: usize, context: &Arc<Context>, slab: &Arc<Slab>) -> Result<(), DeviceError> {
+    pub(super) fn notify(
+        &mut self,
+        own: usize,
+        queues: &HardwareQueues,
+        context: &Arc<Context>,
+        slab: &Arc<Slab>,
+    ) -> Result<(), DeviceError> {
         const FLAGS: c_uint =
             cu::CUevent_flags::CU_EVENT_BLOCKING_SYNC as c_uint | cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
-        if self.is_recording {
+        // What is recorded is not run, and a resident kernel's thread rings when it has ended.
+        if self.recording.is_some() || self.resident.is_some() {
             slab.done_bell().ring();
             return Ok(());
         }
@@ -133,7 +132,7 @@ impl CudaStream {
         // SAFETY: writes a handle to a variable of ours, recorded on a stream of ours.
         unsafe {
             check(cu::cuEventCreate(&mut event, FLAGS))?;
-            check(cu::cuEventRecord(event, self.stream))?;
+            check(cu::cuEventRecord(event, queues.stream(self.queue)))?;
         }
         let waiter = match &self.waiter {
             Some(waiter) => waiter,
@@ -163,20 +162,8 @@ pub(super) fn order(before: cu::CUstream, after: cu::CUstream) -> Result<(), Dev
     }
 }
 
-fn new_stream(green: Option<cu::CUgreenCtx>, priority: c_int) -> Result<cu::CUstream, DeviceError> {
-    let mut stream = null_mut();
-    // SAFETY: writes a handle to a variable of ours; the context is current, and a green context is one we made.
-    check(unsafe {
-        match green {
-            None => cu::cuStreamCreateWithPriority(&mut stream, NON_BLOCKING, priority),
-            Some(green) => cu::cuGreenCtxStreamCreate(&mut stream, green, NON_BLOCKING, priority),
-        }
-    })?;
-    Ok(stream)
-}
-
 /// A context with a part of the multiprocessors.
-fn new_green(device: cu::CUdevice, multiprocessors: u32) -> Result<cu::CUgreenCtx, DeviceError> {
+pub(super) fn new_green(device: cu::CUdevice, multiprocessors: u32) -> Result<cu::CUgreenCtx, DeviceError> {
     const SM: cu::CUdevResourceType = cu::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
     const DEFAULT_STREAM: c_uint = 1;
     let mut all = MaybeUninit::<cu::CUdevResource>::zeroed();
@@ -197,6 +184,11 @@ fn new_green(device: cu::CUdevice, multiprocessors: u32) -> Result<cu::CUgreenCt
         check(cu::cuGreenCtxCreate(&mut green, description, device, DEFAULT_STREAM))?;
     }
     Ok(green)
+}
+
+pub(super) fn destroy_green(green: cu::CUgreenCtx) {
+    // SAFETY: made by `new_green`; no stream is in it any more.
+    let _ = unsafe { cu::cuGreenCtxDestroy(green) };
 }
 
 fn start_waiter(own: usize, context: Arc<Context>, slab: Arc<Slab>) -> Result<Sender<RecordedEvent>, DeviceError> {
