@@ -7,6 +7,7 @@ use std::hint::black_box;
 use criterion::{Criterion, criterion_group, criterion_main};
 use tensor_wasm_gpu::DeviceKind;
 use tensor_wasm_jit::Program;
+use tensor_wasm_launch::Code;
 use tensor_wasm_launch::cache::{Images, Options};
 
 fn module(body: &str) -> Vec<u8> {
@@ -91,16 +92,17 @@ fn benches(criterion: &mut Criterion) {
     let wasm = matmul();
     group.bench_function("fingerprint/matmul_16x16x16", |bencher| bencher.iter(|| blake3::hash(black_box(&wasm))));
     let (hash, kernel) = (blake3::hash(&wasm), "k".into());
+    let code = Code::Wasm(wasm);
     let options = Options { kind: DeviceKind::Cuda, kernel, windows: windows.to_vec(), is_small: false };
     group.bench_function("cache/cold_miss_then_insert", |bencher| {
         bencher.iter(|| {
             let images = Images::new(None);
             assert!(images.get(hash, &options).is_none());
-            images.make(hash, &wasm, &options).unwrap()
+            images.make(hash, &code, &options).unwrap()
         });
     });
     let images = Images::new(None);
-    let made = images.make(hash, &wasm, &options).unwrap();
+    let made = images.make(hash, &code, &options).unwrap();
     assert_eq!(images.get(hash, &options), Some(made));
     group.bench_function("cache/warm_hit", |bencher| bencher.iter(|| images.get(black_box(hash), &options)));
     group.finish();

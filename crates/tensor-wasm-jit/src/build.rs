@@ -163,6 +163,21 @@ impl BuiltKernel {
         &self.windows
     }
 
+    pub fn name(&self) -> &str {
+        &self.body.name
+    }
+
+    /// The types of its parameters; a window is an address.
+    pub fn types(&self) -> Vec<Ty> {
+        self.body.params.iter().map(|reg| self.body.types[reg.0 as usize]).collect()
+    }
+
+    /// Everything that it is, as text: for a reader, and so that two that are the same are known to be.
+    pub fn text(&self) -> String {
+        let BuiltKernel { body, windows } = self;
+        format!("windows {windows:?}\n{body:#?}\n")
+    }
+
     /// Compiles it to PTX, as [`Program::compile`](crate::Program::compile) does.
     pub fn compile(&self) -> Result<KernelImage, Refusal> {
         ptx::emit(&legalize::legalize(self.body.clone(), &self.windows, WindowSizes::FitAccesses))

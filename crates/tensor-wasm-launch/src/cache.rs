@@ -14,6 +14,8 @@ use serde::{Deserialize, Serialize};
 use tensor_wasm_gpu::DeviceKind;
 use tensor_wasm_jit::{HostImage, KernelImage, Program, Refusal, SourceLocation};
 
+use crate::module::Code;
+
 /// Images in memory; beyond this, those that were not asked for the longest go.
 const MEMORY_BYTES_MAX: usize = 64 << 20;
 
@@ -46,13 +48,24 @@ pub struct Image {
 }
 
 impl Image {
-    pub fn compile(wasm: &[u8], options: &Options) -> Result<Image, Refusal> {
-        let program = Program::read(wasm)?;
+    /// Code of a GPU that is taken as it is has no image.
+    pub fn compile(code: &Code, options: &Options) -> Result<Image, Refusal> {
         let Options { kind, kernel, windows, is_small } = options;
-        Ok(match (kind, is_small) {
-            (DeviceKind::Cuda, false) => Image::from(program.compile(kernel, windows)?),
-            (DeviceKind::Cuda, true) => Image::from(program.compile_small(kernel, windows)?),
-            (DeviceKind::Cpu, _) => Image::from(program.compile_host(kernel, windows)?),
+        Ok(match code {
+            Code::Wasm(wasm) => {
+                let program = Program::read(wasm)?;
+                match (kind, is_small) {
+                    (DeviceKind::Cuda, false) => Image::from(program.compile(kernel, windows)?),
+                    (DeviceKind::Cuda, true) => Image::from(program.compile_small(kernel, windows)?),
+                    (DeviceKind::Cpu, _) => Image::from(program.compile_host(kernel, windows)?),
+                }
+            }
+            Code::Built(built) => match (kind, is_small) {
+                (DeviceKind::Cuda, false) => Image::from(built.compile()?),
+                (DeviceKind::Cuda, true) => Image::from(built.compile_small()?),
+                (DeviceKind::Cpu, _) => Image::from(built.compile_host()?),
+            },
+            Code::Raw(_) => return Err(Refusal::NoSuchKernel { name: kernel.to_string(), known: String::new() }),
         })
     }
 
@@ -133,7 +146,7 @@ impl Images {
     }
 
     /// Reads an image from disk, or makes it. Takes milliseconds.
-    pub fn make(&self, module: blake3::Hash, wasm: &[u8], options: &Options) -> Result<Arc<Image>, Refusal> {
+    pub fn make(&self, module: blake3::Hash, code: &Code, options: &Options) -> Result<Arc<Image>, Refusal> {
         let path = self.folder.as_ref().map(|folder| folder.join(name(module, options)));
         let found = path.as_deref().and_then(read);
         let image = match found {
@@ -142,7 +155,7 @@ impl Images {
                 Arc::new(image)
             }
             None => {
-                let image = Arc::new(Image::compile(wasm, options)?);
+                let image = Arc::new(Image::compile(code, options)?);
                 self.compiled.fetch_add(1, Ordering::Relaxed);
                 if let Some(path) = &path {
                     match write(path, &image) {
@@ -313,16 +326,17 @@ mod tests {
         Options { kind: DeviceKind::Cuda, kernel: "k".into(), windows: vec![true], is_small: false }
     }
 
-    fn module() -> Vec<u8> {
-        wat::parse_str(r#"(module (memory 1) (func (export "k") (param i32) (i32.store (local.get 0) (i32.const 7))))"#)
-            .unwrap()
+    fn module() -> (Code, blake3::Hash) {
+        let text = r#"(module (memory 1) (func (export "k") (param i32) (i32.store (local.get 0) (i32.const 7))))"#;
+        let wasm = wat::parse_str(text).unwrap();
+        let hash = blake3::hash(&wasm);
+        (Code::Wasm(wasm), hash)
     }
 
     #[test]
     fn images_are_kept_in_memory_and_on_disk_and_damage_is_found() {
         let folder = tempfile::tempdir().unwrap();
-        let (wasm, options) = (module(), options());
-        let hash = blake3::hash(&wasm);
+        let ((wasm, hash), options) = (module(), options());
         let images = Images::new(Some(folder.path().to_owned()));
         assert!(images.get(hash, &options).is_none());
         let made = images.make(hash, &wasm, &options).unwrap();
@@ -360,8 +374,8 @@ mod tests {
     #[test]
     fn a_folder_that_cannot_be_written_costs_nothing_but_time() {
         let images = Images::new(Some("/proc/nowhere".into()));
-        let wasm = module();
-        images.make(blake3::hash(&wasm), &wasm, &options()).unwrap();
-        assert!(images.get(blake3::hash(&wasm), &options()).is_some());
+        let (wasm, hash) = module();
+        images.make(hash, &wasm, &options()).unwrap();
+        assert!(images.get(hash, &options()).is_some());
     }
 }

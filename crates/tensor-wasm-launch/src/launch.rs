@@ -8,6 +8,7 @@ use tensor_wasm_gpu::{Completion, DeviceKind, Grid, Handle, LAUNCH_SPIN, Param, 
 use tensor_wasm_jit::{RECORD, SHARED_ADDRESS, Trap, TrapKind, Ty, budget_ticks};
 
 use crate::cache::{Image, Options};
+use crate::module::Code;
 use crate::tenant::Record;
 use crate::{KernelError, KernelModule, LaunchStream};
 
@@ -96,8 +97,10 @@ impl LaunchStream {
         arguments: &[Argument],
         budget: Duration,
     ) -> Result<Launch, KernelError> {
-        if module.is_raw {
-            return self.launch_raw(module, kernel, groups, items, arguments, budget).await;
+        match &module.code {
+            Code::Raw(code) => return self.launch_raw(code, kernel, groups, items, arguments, budget).await,
+            Code::Built(built) => check_windows(kernel, built.windows(), arguments)?,
+            Code::Wasm(_) => {}
         }
         let (name, types) = module.kernel(kernel)?;
         check(name, types, arguments)?;
@@ -147,7 +150,7 @@ impl LaunchStream {
     /// Launches code that is not ours: buffers are addresses, and nothing stops it but the worker's end.
     async fn launch_raw(
         &self,
-        module: &Arc<KernelModule>,
+        code: &[u8],
         kernel: &str,
         groups: [u32; 3],
         items: [u32; 3],
@@ -155,7 +158,7 @@ impl LaunchStream {
         budget: Duration,
     ) -> Result<Launch, KernelError> {
         let context = self.kernels.context(self.stream.index()).await?;
-        let loaded = self.stream.load(&module.code).await?;
+        let loaded = self.stream.load(code).await?;
         let loaded = self.stream.kernel(&loaded, kernel).await?;
         let params = Params::new(arguments.iter().map(Argument::param));
         let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
@@ -198,6 +201,19 @@ fn check(name: &str, types: &[Ty], arguments: &[Argument]) -> Result<(), KernelE
         if !argument.fits(*ty) {
             let ty = format!("{ty:?}").to_lowercase();
             let why = format!("argument {n} of {name} is {ty}, and {} was given", argument.what());
+            return Err(KernelError::Arguments(why));
+        }
+    }
+    Ok(())
+}
+
+/// A kernel that was built is compiled for its windows, whatever it is given: each must be given memory, and nothing
+/// else may.
+fn check_windows(name: &str, windows: &[bool], arguments: &[Argument]) -> Result<(), KernelError> {
+    for (n, (is_window, argument)) in windows.iter().zip(arguments).enumerate() {
+        if *is_window != argument.is_memory() {
+            let expected = if *is_window { "a buffer" } else { "a number" };
+            let why = format!("argument {n} of {name} is {expected}, and {} was given", argument.what());
             return Err(KernelError::Arguments(why));
         }
     }

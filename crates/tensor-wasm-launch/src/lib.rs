@@ -2,7 +2,7 @@
 //! by its worker, launched with buffers of one tenant under a deadline, and what it trapped with is turned into words.
 //!
 //! ```text
-//! bytes → KernelModule (module) → Image (cache) → LaunchStream (tenant) → Launch (launch) → Trap
+//! bytes or a BuiltKernel → KernelModule (module) → Image (cache) → LaunchStream (tenant) → Launch (launch) → Trap
 //! ```
 //!
 //! The crate knows neither guests nor tenancy policy nor an engine: what runs kernels where the device is a CPU is
@@ -14,7 +14,7 @@ mod module;
 mod tenant;
 
 pub use crate::launch::{Argument, Canceller, Launch};
-pub use crate::module::KernelModule;
+pub use crate::module::{Code, KernelModule};
 pub use crate::tenant::{Kernels, LaunchStream, Opener, TenantKernels};
 
 use tensor_wasm_gpu::DeviceError;

@@ -32,12 +32,16 @@ pub struct Kernels {
     images: Arc<Images>,
     modules: Mutex<HashMap<blake3::Hash, Weak<KernelModule>>>,
     /// Tenants that have used the device, those that used it last first.
-    tenants: Mutex<LruCache<Arc<str>, Arc<TenantKernels>, Seed>>,
+    tenants: Tenants,
+    /// Those that are trusted, each on a worker of its own: nobody is both by its name alone.
+    trusted: Tenants,
     /// Opens another worker of the device, for a tenant that is trusted with it.
     opener: Option<Opener>,
     /// Where what takes long is done.
     background: Handle,
 }
+
+type Tenants = Mutex<LruCache<Arc<str>, Arc<TenantKernels>, Seed>>;
 
 /// Opens a device. Takes as long as that takes.
 pub type Opener = Arc<dyn Fn() -> Result<Device, String> + Send + Sync>;
@@ -97,8 +101,9 @@ impl Kernels {
     /// `folder` is where compiled kernels are kept.
     pub fn new(device: Device, folder: Option<PathBuf>, background: Handle) -> Kernels {
         let images = Arc::new(Images::new(folder));
-        let tenants = Mutex::new(LruCache::unbounded_with_hasher(Seed::default()));
-        Kernels { device, images, modules: Mutex::default(), tenants, opener: None, background }
+        let none = || Mutex::new(LruCache::unbounded_with_hasher(Seed::default()));
+        let (tenants, trusted) = (none(), none());
+        Kernels { device, images, modules: Mutex::default(), tenants, trusted, opener: None, background }
     }
 
     /// Lets trusted tenants have workers of their own.
@@ -145,12 +150,12 @@ impl Kernels {
         let Some(opener) = &self.opener else {
             return Err(KernelError::Denied("no worker can be opened for a trusted tenant here".to_owned()));
         };
-        if let Some(kernels) = self.tenants.lock().get(name) {
+        if let Some(kernels) = self.trusted.lock().get(name) {
             return Ok(kernels.clone());
         }
         let device = opener().map_err(|why| DeviceError::DeviceLost { why })?;
         let tenant = device.tenant(name, limits)?;
-        Ok(self.keep(name, tenant))
+        Ok(self.keep(&self.trusted, name, tenant))
     }
 
     /// A tenant, with these limits if it is new. Where there is no room for another, tenants that have no instance are
@@ -162,7 +167,7 @@ impl Kernels {
             }
             let is_evicted = self.evict();
             match self.device.tenant(name, limits) {
-                Ok(tenant) => return Ok(self.keep(name, tenant)),
+                Ok(tenant) => return Ok(self.keep(&self.tenants, name, tenant)),
                 // Others took what was given up: as long as there are tenants to give up, try again.
                 Err(_) if is_evicted => {}
                 Err(error) => return Err(error.into()),
@@ -176,13 +181,13 @@ impl Kernels {
             return Some(kernels.clone());
         }
         let tenant = self.device.try_tenant(name, limits)?;
-        Some(self.keep(name, tenant))
+        Some(self.keep(&self.tenants, name, tenant))
     }
 
-    fn keep(&self, name: &str, tenant: Tenant) -> Arc<TenantKernels> {
+    fn keep(&self, among: &Tenants, name: &str, tenant: Tenant) -> Arc<TenantKernels> {
         let (images, background) = (self.images.clone(), self.background.clone());
         let made = TenantKernels { tenant, images, background, context: Arc::default(), loading: Arc::default() };
-        self.tenants.lock().get_or_insert(name.into(), || Arc::new(made)).clone()
+        among.lock().get_or_insert(name.into(), || Arc::new(made)).clone()
     }
 
     /// Gives up tenants that have no instance. Whether there were any.
@@ -238,6 +243,8 @@ impl TenantKernels {
             records.free.extend(offsets.map(|offset| (page.clone(), u64::from(offset))));
         }
         let (page, offset) = records.free.pop().ok_or(DeviceError::OutOfMemory { asked_bytes: 64 })?;
+        // Whoever had it before may have been on another stream, whose launches have the same numbers.
+        page.write(offset, &[0; RECORD.bytes as usize])?;
         Ok(Record { page, offset, context: context.clone() })
     }
 
@@ -253,11 +260,13 @@ impl TenantKernels {
         if let Some((image, kernel)) = image.zip(context.loaded.lock().get(&key).cloned()) {
             return Ok((kernel, image));
         }
+        // Whoever gives up while others are loaded leaves nothing behind.
+        let one_at_a_time = self.loading.clone().lock_owned().await;
         // In a task of its own: whoever asked may give up half way, and what was loaded would be nobody's.
         let (tenant, images, context) = (self.tenant.clone(), self.images.clone(), context.clone());
-        let (module, loading, background) = (module.clone(), self.loading.clone(), self.background.clone());
+        let (module, background) = (module.clone(), self.background.clone());
         let load = async move {
-            let _one_at_a_time = loading.lock().await;
+            let _one_at_a_time = one_at_a_time;
             let image = match images.get(module.hash, &key.1) {
                 Some(image) => image,
                 None => {

@@ -14,6 +14,7 @@
 
 mod address;
 mod admission;
+mod built;
 mod client;
 mod deploy;
 mod device;

@@ -127,6 +127,15 @@ impl<D: DeviceOps> Executor<D> {
     }
 }
 
+/// The server takes what it sent for done: memory for zeroed or overwritten, streams for ordered. If that is not so,
+/// a tenant might see what another left.
+fn relied_on(result: Result<(), DeviceError>) -> Result<(), DeviceError> {
+    result.map_err(|error| match error {
+        lost @ DeviceError::DeviceLost { .. } => lost,
+        other => DeviceError::DeviceLost { why: format!("what later jobs rely on was not done: {other}") },
+    })
+}
+
 /// A job's number of a stream.
 fn stream_of(stream: u32) -> Result<usize, DeviceError> {
     let stream = stream as usize;
@@ -171,7 +180,7 @@ impl<D: DeviceOps> Backend for Executor<D> {
                 // One that was closed is done, and one that is another tenant's by now has nothing that this one could
                 // wait for.
                 if self.device.is_open(before) && self.device.owner(before) == self.device.owner(on) && before != on {
-                    self.device.order_after(on, before)?;
+                    relied_on(self.device.order_after(on, before))?;
                 }
                 Ok(Answer::default())
             }
@@ -189,10 +198,12 @@ impl<D: DeviceOps> Backend for Executor<D> {
                 let is_theirs = self.device.release(on, stream_of(stream)?, address, bytes)?;
                 if is_theirs { Ok(Answer::default()) } else { Err(unknown(job)) }
             }
-            Job::Fill { address, bytes, value } => self.device.fill(on, address, len(bytes)?, value).map(done),
+            Job::Fill { address, bytes, value } => {
+                relied_on(self.device.fill(on, address, len(bytes)?, value)).map(done)
+            }
             Job::Write { from_offset, to_address, bytes } => {
                 let (from, len) = self.range(from_offset, bytes)?;
-                self.device.write(on, from, to_address, len).map(done)
+                relied_on(self.device.write(on, from, to_address, len)).map(done)
             }
             Job::Read { from_address, to_offset, bytes } => {
                 let (to, len) = self.range(to_offset, bytes)?;
@@ -200,14 +211,14 @@ impl<D: DeviceOps> Backend for Executor<D> {
             }
             Job::WriteInline { to_address } => {
                 let (from, len) = self.range(inline, payload.len() as u64)?;
-                self.device.write(on, from, to_address, len).map(done)
+                relied_on(self.device.write(on, from, to_address, len)).map(done)
             }
             Job::ReadInline { from_address, bytes } => {
                 let (to, len) = self.range(inline, bytes.min(PAYLOAD_BYTES_MAX as u64))?;
                 self.device.read(on, from_address, to, len).map(done)
             }
             Job::Copy { from_address, to_address, bytes } => {
-                self.device.copy(on, from_address, to_address, len(bytes)?).map(done)
+                relied_on(self.device.copy(on, from_address, to_address, len(bytes)?)).map(done)
             }
             Job::Upload { lane, offset, bytes } => {
                 self.modules.upload(lane as usize, &self.slab, offset, bytes).map(Answer::of)
@@ -228,8 +239,8 @@ impl<D: DeviceOps> Backend for Executor<D> {
                 self.device.replay(on, graph).map(done)
             }
             Job::ForgetGraph { graph } => {
-                let graph = self.graphs.remove(graph).ok_or_else(|| unknown(job))?;
-                self.device.destroy_graph(graph).map(done)
+                // One that went with its stream is forgotten already; what was sent with this is to be done.
+                self.graphs.remove(graph).map_or(Ok(()), |graph| self.device.destroy_graph(graph)).map(done)
             }
         }
     }

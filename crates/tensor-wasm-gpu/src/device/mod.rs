@@ -30,14 +30,14 @@ use crate::device::arena::{Arena, Handle, MemoryStats, Origin, Shortage, Trimmed
 use crate::device::launch::LoadedModule;
 use crate::device::params::Param;
 use crate::device::pinned::{Pinned, PinnedPool};
-use crate::device::stream::{Stream, StreamSlot, TenantStreams};
+use crate::device::stream::{Stream, StreamSlot, TenantStreams, last_of_each_stream};
 use crate::error::DeviceError;
 use crate::info::{DeviceInfo, DeviceKind};
 use crate::metrics::{Gauges, Metrics, Reading};
 use crate::number::half;
 use crate::queue::fair::Share;
 use crate::queue::job::{Answer, Job};
-use crate::queue::link::{CONTROL, Link, Order, Ticket};
+use crate::queue::link::{CONTROL, Link, Order, StreamUse, Ticket};
 use crate::slab::{POOL_FIRST, POOL_STREAMS, SlabPlan, TENANTS, lane_of};
 use crate::worker::host::HostKernels;
 use crate::worker::keeper::{self, Keeper, Opened};
@@ -577,9 +577,10 @@ impl TenantState {
         for Trimmed { address, bytes, uses } in trimmed {
             let release = Job::Release { stream: self.number(), address, bytes };
             let orders = || {
-                let before = uses.iter().filter(|before| before.stream != self.number());
-                let left = before.filter(|before| !bound.link.is_past(**before));
-                left.map(|before| Order::after(*before)).chain([release.into()]).collect()
+                let is_left = |before: &&StreamUse| before.stream != self.number() && !bound.link.is_past(**before);
+                let mut left = Vec::new();
+                uses.iter().filter(is_left).for_each(|before| last_of_each_stream(&mut left, *before));
+                left.into_iter().map(Order::after).chain([release.into()]).collect()
             };
             if let Ok(ticket) = send_when_possible(&bound.link, self.number() as usize, orders) {
                 let _ = ticket.wait(|_| ());

@@ -103,12 +103,13 @@ impl TenantState {
 
     /// Takes idle streams from the other tenants.
     fn reclaim(self: &Arc<Self>) {
-        let mut numbers = Vec::new();
         let bound = self.device.bound();
+        let mut count = 0;
         for tenant in self.device.tenants() {
-            if Arc::ptr_eq(&tenant, self) || numbers.len() >= RECLAIMED_AT_ONCE {
+            if Arc::ptr_eq(&tenant, self) || count >= RECLAIMED_AT_ONCE {
                 continue;
             }
+            let mut numbers = Vec::new();
             // Whoever sends on a stream holds it, and nobody can begin to while the list is locked. Nor is anything
             // left on those that are taken: another stream may have the same index from now on.
             let is_done = |slot: &StreamSlot| bound.link.is_idle(slot.number as usize);
@@ -119,9 +120,12 @@ impl TenantState {
                 memory.opened &= !(1 << slot.index);
                 numbers.push(slot.number);
             }
-        }
-        if !numbers.is_empty() {
-            self.device.close_streams(numbers);
+            drop((streams, memory));
+            count += numbers.len();
+            // While the tenant is held: its line is there for as long as one of its streams is.
+            if !numbers.is_empty() {
+                self.device.close_streams(numbers);
+            }
         }
     }
 }
@@ -175,14 +179,8 @@ impl Stream {
         let mut zeroed: Vec<(u64, u64)> = Vec::new();
         for part in parts {
             let span = memory.arena.peek(*part)?;
-            for before in memory.arena.before(*part, self.slot.number).filter(|before| !bound.link.is_past(*before)) {
-                match uses.iter_mut().find(|other| other.stream == before.stream) {
-                    // Numbers wrap: the later is the one that is ahead.
-                    Some(other) if before.number.wrapping_sub(other.number) < 1 << 31 => *other = before,
-                    Some(_) => {}
-                    None => uses.push(before),
-                }
-            }
+            let left = memory.arena.before(*part, self.slot.number).filter(|before| !bound.link.is_past(*before));
+            left.for_each(|before| last_of_each_stream(&mut uses, before));
             zeroed.extend(span.zero_first.filter(|range| !zeroed.contains(range)));
             found.push(span);
         }
@@ -206,5 +204,15 @@ impl Stream {
         let ticket = bound.link.send(self.slot.number as usize, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         Ok(Completion(ticket))
+    }
+}
+
+/// Keeps the last use of each stream.
+pub(crate) fn last_of_each_stream(uses: &mut Vec<StreamUse>, before: StreamUse) {
+    match uses.iter_mut().find(|other| other.stream == before.stream) {
+        // Numbers wrap: the later is the one that is ahead.
+        Some(other) if before.number.wrapping_sub(other.number) < 1 << 31 => *other = before,
+        Some(_) => {}
+        None => uses.push(before),
     }
 }

@@ -39,6 +39,13 @@ pub(crate) const NOTIFY: u32 = 1 << 31;
 pub(crate) const PRIORITY: u32 = 1 << 30;
 pub(crate) const LOW: u32 = 1 << 29;
 
+/// Beside a cell: the worker has the stream's flag written right behind this job.
+pub(crate) const FLAGGED: u32 = 1 << 28;
+
+/// While tenants share the device, no flag of a stream lags behind more work than this: whoever is seen done pays for
+/// the time since something was last seen done, and would pay for jobs that are done and not seen.
+const FLAG_NS: i64 = 50_000;
+
 /// Jobs on a resident job's stream: itself, the zeroing of its buffers, and its end.
 const RESIDENT_JOBS_MAX: usize = 4;
 
@@ -81,6 +88,8 @@ struct LinkState {
     streams: Vec<Option<StreamQueue>>,
     /// Streams with jobs on the device.
     active: Vec<usize>,
+    /// What their flags showed when they were last looked at; kept for its memory.
+    seen: Vec<u32>,
     /// When a job was last seen done, of whichever stream.
     last_done: Instant,
     /// What was last seen of the ring's reading end.
@@ -137,8 +146,6 @@ struct TenantLine {
     tenant: Arc<str>,
     /// Cells in use, also for answers that nobody has asked for yet.
     cells: usize,
-    /// When a job was last seen done, on whichever of its streams.
-    last_done: Instant,
 }
 
 struct StreamQueue {
@@ -154,6 +161,8 @@ struct StreamQueue {
     /// The worker was asked to announce this much.
     announced: u32,
     is_low: bool,
+    /// What was sent since its flag was last asked for, by estimate.
+    unflagged_ns: i64,
     last_done: Instant,
 }
 
@@ -222,6 +231,7 @@ impl Link {
             lines: (0..STREAMS).map(|_| None).collect(),
             streams: (0..STREAMS).map(|_| None).collect(),
             active: Vec::new(),
+            seen: Vec::new(),
             last_done: Instant::now(),
             ring_head: slab.ring().start(),
             began: Instant::now(),
@@ -252,7 +262,7 @@ impl Link {
     pub(crate) fn open(&self, stream: usize, tenant: &str, share: Share) {
         let mut state = self.state.lock();
         let line = state.fair.open(share);
-        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0, last_done: Instant::now() });
+        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0 });
         self.open_queue(&mut state, stream, stream, line, false);
     }
 
@@ -269,7 +279,7 @@ impl Link {
         let share = Share { weight: 0, running_max: RESIDENT_JOBS_MAX, waiting_max: RESIDENT_JOBS_MAX };
         let mut state = self.state.lock();
         let line = state.fair.open(share);
-        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0, last_done: Instant::now() });
+        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0 });
         self.open_queue(&mut state, stream, stream, line, true);
     }
 
@@ -285,6 +295,7 @@ impl Link {
             cells: 0,
             announced: flag,
             is_low: false,
+            unflagged_ns: 0,
             last_done: Instant::now(),
         });
     }
@@ -295,6 +306,11 @@ impl Link {
         let mut state = self.state.lock();
         self.settle(&mut state, Instant::now());
         let LinkState { fair, streams, lines, .. } = &mut *state;
+        // A line goes after everybody who sends in it.
+        let mut others = streams.iter().enumerate().filter(|(n, _)| *n != stream);
+        if lines[stream].is_some() && others.any(|(_, other)| other.as_ref().is_some_and(|own| own.home == stream)) {
+            return false;
+        }
         if streams[stream].take_if(|own| own.cells == 0).is_some()
             && let Some(own) = lines[stream].take()
         {
@@ -303,7 +319,8 @@ impl Link {
         streams[stream].is_none()
     }
 
-    /// How long the oldest job on the device has been there, of those that are bound to end.
+    /// How long the oldest job on the device has been there, of those that are bound to end, for each of its tenant's
+    /// streams that has one.
     pub(crate) fn oldest(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         let now = Instant::now();
@@ -311,10 +328,7 @@ impl Link {
         let first = |n: &usize| {
             let stream = state.streams[*n].as_ref().filter(|stream| !stream.is_resident)?;
             let cell = &state.cells[*stream.running.front()? as usize];
-            // Jobs of the tenant's other streams may have run before it: a full device, or a CPU, runs one after the
-            // other.
-            let shared = state.lines[stream.home].as_ref()?;
-            let mut since = cell.sent?.max(stream.last_done).max(shared.last_done);
+            let mut since = cell.sent?.max(stream.last_done);
             if let Some((before, number)) = cell.awaits {
                 // What it waits for has a limit of its own; its own time begins after that.
                 if !self.is_done(before, number) {
@@ -322,7 +336,11 @@ impl Link {
                 }
                 since = since.max(state.streams[before].as_ref().map_or(now, |before| before.last_done));
             }
-            Some(now.saturating_duration_since(since))
+            // Jobs of the tenant's other streams may have run before it: a full device, or a CPU, runs one after the
+            // other. So the time is shared by as many as there are.
+            let beside = |n: &&usize| state.streams[**n].as_ref().is_some_and(|other| other.home == stream.home);
+            let count = u32::try_from(state.active.iter().filter(beside).count()).unwrap_or(u32::MAX);
+            Some(now.saturating_duration_since(since) / count.max(1))
         };
         // How long a module takes to compile is its tenant's affair alone.
         state.active.iter().filter(|n| !is_lane(**n)).filter_map(first).max()
@@ -512,17 +530,21 @@ impl Link {
 
     /// Takes note of what is done.
     fn settle(&self, state: &mut LinkState, now: Instant) {
-        let LinkState { fair, cells, unused, streams, lines, active, last_done, .. } = state;
+        let LinkState { fair, cells, unused, streams, lines, active, seen, last_done, .. } = state;
+        // Whoever comes late to the lock took its time earlier.
+        let now = now.max(*last_done);
         // What is done first, and what it is charged: a device does one thing after another or some at once, and
         // whoever is done pays for the time since something was last seen done, of whomever. So what is charged never
         // adds up to more than the time that passed, and a tenant whose jobs run side by side pays for each what it
         // took of the device. Jobs seen done together, on whatever streams, share it.
         let (mut count, mut since) = (0_u32, now);
-        for n in &*active {
+        // Looked at once: what is done is what is paid for.
+        seen.clear();
+        seen.extend(active.iter().map(|n| self.slab.flag(*n).load(Ordering::Acquire)));
+        for (n, flag) in active.iter().zip(&*seen) {
             let Some(stream) = streams[*n].as_ref().filter(|stream| !stream.is_resident) else { continue };
-            let flag = self.slab.flag(*n).load(Ordering::Acquire);
             let done = stream.running.iter().map(|cell| &cells[*cell as usize]);
-            for cell in done.take_while(|cell| has_passed(flag, cell.number)).filter(|cell| cell.is_last) {
+            for cell in done.take_while(|cell| has_passed(*flag, cell.number)).filter(|cell| cell.is_last) {
                 count += 1;
                 since = since.min(cell.sent.unwrap_or(now));
             }
@@ -532,9 +554,10 @@ impl Link {
         if count > 0 {
             *last_done = now;
         }
+        let mut flags = seen.iter().copied();
         active.retain(|n| {
+            let Some(flag) = flags.next() else { return true };
             let Some(stream) = streams[*n].as_mut() else { return false };
-            let flag = self.slab.flag(*n).load(Ordering::Acquire);
             // Numbers wrap; what was announced long ago must not seem to lie ahead.
             if !has_passed(stream.announced, flag) {
                 stream.announced = flag;
@@ -544,9 +567,6 @@ impl Link {
             {
                 stream.running.pop_front();
                 stream.last_done = now;
-                if let Some(shared) = &mut lines[stream.home] {
-                    shared.last_done = now;
-                }
                 let own = &mut cells[cell as usize];
                 let sent = own.sent.unwrap_or(now);
                 if own.is_last {
@@ -595,6 +615,12 @@ impl Link {
             if stream.running.is_empty() && !active.contains(&n) {
                 active.push(n);
             }
+            stream.unflagged_ns = stream.unflagged_ns.saturating_add(estimate_ns);
+            let is_flagged = stream.unflagged_ns >= FLAG_NS && fair.is_crowded(now_ns);
+            if is_flagged {
+                stream.unflagged_ns = 0;
+            }
+            let last = batch.cells().last().copied();
             for cell in batch.cells() {
                 let own = &mut cells[*cell as usize];
                 own.sent = Some(now);
@@ -604,7 +630,8 @@ impl Link {
                 }
                 stream.running.push_back(*cell);
                 // It has an entry for every cell.
-                has_sent |= ring.push(*cell, ring_head);
+                let flagged = if is_flagged && last == Some(*cell) { FLAGGED } else { 0 };
+                has_sent |= ring.push(*cell | flagged, ring_head);
             }
         }
         if has_sent {

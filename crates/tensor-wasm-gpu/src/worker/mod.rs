@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::backend::Backend;
 use crate::error::DeviceError;
 use crate::queue::job::{Answer, Cell, Job};
-use crate::queue::link::{LOW, NOTIFY, PRIORITY};
+use crate::queue::link::{FLAGGED, LOW, NOTIFY, PRIORITY};
 use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, STREAMS, Slab, TENANTS, WorkerState, is_lane};
 use crate::wait::SpinThenPark;
 
@@ -71,11 +71,13 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
             }
             continue;
         }
+        let (is_flagged, entry) = (entry & FLAGGED != 0, entry & !FLAGGED);
         if entry as usize >= CELLS {
             continue;
         }
         // A later job's lines are on their way while this one is done.
-        if let Some(later) = ring.peek(tail_seen, FETCH_AHEAD).filter(|later| (*later as usize) < CELLS) {
+        let later = ring.peek(tail_seen, FETCH_AHEAD).map(|later| later & !FLAGGED);
+        if let Some(later) = later.filter(|later| (*later as usize) < CELLS) {
             slab.prefetch(later);
         }
         let cell = Cell(slab.cell(entry));
@@ -112,8 +114,16 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
         if answer != Ok(Answer::default()) {
             cell.answer(&answer);
         }
-        match unflagged.iter_mut().find(|(stream, _)| *stream == sent.stream) {
-            Some((_, number)) => *number = sent.number,
+        let before = unflagged.iter().position(|(stream, _)| *stream == sent.stream);
+        if is_flagged {
+            before.map(|before| unflagged.swap_remove(before));
+            if let Err(error) = backend.flag(sent.stream, sent.number) {
+                return lost(slab, &error);
+            }
+            continue;
+        }
+        match before {
+            Some(before) => unflagged[before].1 = sent.number,
             None => unflagged.push((sent.stream, sent.number)),
         }
         since_flag += 1;

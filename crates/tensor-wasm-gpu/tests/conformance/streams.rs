@@ -259,8 +259,13 @@ pub(super) fn contended_streams(setup: &Setup) {
                         next += 1;
                         sent.push_back(retry(|| streams[next % streams.len()].launch(&kernel, grid, &params)));
                     }
-                    sent.pop_front().unwrap().wait().unwrap();
-                    done += 1;
+                    // In whatever order they end: jobs that are over are no backlog.
+                    let before = sent.len();
+                    sent.retain(|completion: &tensor_wasm_gpu::Completion| !completion.is_over());
+                    if sent.len() == before {
+                        sent.pop_front().unwrap().wait().unwrap();
+                    }
+                    done += before - sent.len();
                 }
                 sent.into_iter().for_each(|completion| completion.wait().unwrap());
                 done
@@ -274,8 +279,9 @@ pub(super) fn contended_streams(setup: &Setup) {
     let ratio = done[1] as f64 / done[0] as f64;
     println!("    {} with one stream, {} with sixteen: {ratio:.2}", done[0], done[1]);
     // A machine that is busy with other things measures badly; one that shared by streams would give sixteen times as
-    // much.
-    assert!(ratio < if setup.is_cuda() { 1.1 } else { 1.6 }, "{done:?}");
+    // much, and one that takes several jobs of one stream for one would give half.
+    let (least, most) = if setup.is_cuda() { (0.85, 1.15) } else { (0.6, 1.6) };
+    assert!(least < ratio && ratio < most, "{done:?}");
 }
 
 pub(super) fn many_tenants(setup: &Setup) {

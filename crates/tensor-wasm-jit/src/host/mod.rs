@@ -1,5 +1,6 @@
 //! From a legalised kernel to Wasm again, for a CPU: one function that runs many work items of many groups, with the
-//! same fence, the same traps and the same bits as the PTX. Whoever runs it compiles it with an engine and calls it
+//! same fence and the same bits as the PTX, and a trap where that traps; where several things are wrong between two
+//! branches, the one may name another of them than the other. Whoever runs it compiles it with an engine and calls it
 //! with a range of groups, on as many threads as there are.
 //!
 //! The module has two memories. The first is imported: the kernel's address space, in which its windows lie at the
