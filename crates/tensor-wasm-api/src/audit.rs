@@ -1,5 +1,5 @@
-//! The audit log: one JSON line for every state change, every invocation and every refused token, to stdout, a file or
-//! nowhere (`TENSOR_WASM_API_AUDIT_LOG`).
+//! The audit log: one JSON line for every state change, every invocation and every token or page that was refused, to
+//! stdout, a file or nowhere (`TENSOR_WASM_API_AUDIT_LOG`).
 //!
 //! Lines are collected in memory and written by a thread of their own every few milliseconds, so that no request waits
 //! for the disk. If the disk cannot keep up, lines are dropped rather than requests, and a line says how many. Rotation

@@ -37,7 +37,8 @@ pub(crate) struct Whole {
     _share: Option<Share>,
 }
 
-struct Share {
+/// Memory that counts as held until this is dropped.
+pub(crate) struct Share {
     held: Arc<HeldBodies>,
     tenant: String,
     bytes: usize,
@@ -46,6 +47,11 @@ struct Share {
 impl HeldBodies {
     pub(crate) fn new(config: Arc<Config>) -> HeldBodies {
         HeldBodies { by_tenant: Mutex::default(), config }
+    }
+
+    /// A share for what is about to be held; none is needed for little.
+    pub(crate) fn counted(self: &Arc<Self>, tenant: &str, bytes: usize) -> Result<Option<Share>, Rejection> {
+        if bytes > UNCOUNTED_BYTES { self.share(tenant, bytes).map(Some) } else { Ok(None) }
     }
 
     fn share(self: &Arc<Self>, tenant: &str, bytes: usize) -> Result<Share, Rejection> {
@@ -71,15 +77,24 @@ impl HeldBodies {
     }
 }
 
-impl Drop for Share {
-    fn drop(&mut self) {
+impl Share {
+    /// Gives back what turned out not to be needed.
+    fn shrink(&mut self, bytes: usize) {
+        let unused = self.bytes.saturating_sub(bytes);
+        self.bytes -= unused;
         let mut by_tenant = self.held.by_tenant.lock();
         if let Some(own) = by_tenant.get_mut(&self.tenant) {
-            *own -= self.bytes;
+            *own -= unused;
             if *own == 0 {
                 by_tenant.remove(&self.tenant);
             }
         }
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        self.shrink(0);
     }
 }
 
@@ -105,8 +120,8 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
     if announced > bytes_max && body.size_hint().lower() > bytes_max as u64 {
         return Err(too_large());
     }
-    let expected = announced.min(bytes_max);
-    let share = if expected > UNCOUNTED_BYTES { Some(gateway.bodies.share(tenant, expected)?) } else { None };
+    // Without an announced length (chunked), it may become as long as it may be.
+    let mut share = gateway.bodies.counted(tenant, announced.min(bytes_max))?;
     let mut first = None;
     let mut rest = BytesMut::new();
     let mut total = 0;
@@ -128,6 +143,10 @@ pub(crate) async fn read(gateway: &Gateway, tenant: &str, body: Body, bytes_max:
         }
     }
     let bytes = if rest.is_empty() { first.unwrap_or_default() } else { rest.freeze() };
+    // The call may take long, and only what came is held meanwhile.
+    if let Some(share) = &mut share {
+        share.shrink(total);
+    }
     Ok(Whole { bytes, _share: share })
 }
 
@@ -293,6 +312,12 @@ mod tests {
         let short = refused("late");
         assert!(short.starts_with("the server is short of memory") && short.contains("[server] bodies_bytes_max"));
         drop((first, others));
+        let mut shrunk = held.share("a", 1000).ok().unwrap();
+        shrunk.shrink(100);
+        shrunk.shrink(500);
+        let rest = held.share("a", 900).ok().unwrap();
+        refused("a");
+        drop((shrunk, rest));
         assert!(held.share("a", 1).is_ok());
         assert!(held.by_tenant.lock().is_empty());
     }

@@ -82,7 +82,8 @@ fn rejection_status(rejection: &Rejection) -> StatusCode {
         | Rejection::ServerShort { .. }
         | Rejection::StillCompiling { .. }
         | Rejection::ShuttingDown
-        | Rejection::Storage { .. } => StatusCode::SERVICE_UNAVAILABLE,
+        | Rejection::Storage { .. }
+        | Rejection::Unavailable { .. } => StatusCode::SERVICE_UNAVAILABLE,
     }
 }
 

@@ -53,9 +53,11 @@ impl Gateway {
         Duration::from_millis(self.runtime.config.server.body_ms_max)
     }
 
-    /// The revision that must have served a call that failed, where only one has traffic.
+    /// The revision that must have served a call that failed, where only one has traffic. A change that was refused
+    /// served and made none, and a job is served when it runs.
     fn only_revision(&self, audited: &Audited) -> Option<ServedRevision> {
-        if self.audit.is_off() {
+        let is_call = matches!(audited.event, INVOKE_EVENT | INVOKE_STREAM_EVENT | RUN_EVENT);
+        if self.audit.is_off() || !is_call {
             return None;
         }
         let function = self.runtime.catalog.resolve(&audited.tenant, &audited.subject).ok()?;
@@ -69,6 +71,11 @@ impl Gateway {
         Duration::from_millis(self.runtime.config.server.body_idle_ms_max)
     }
 }
+
+/// The events of calls that are answered at once.
+pub(crate) const INVOKE_EVENT: &str = "function.invoke";
+pub(crate) const INVOKE_STREAM_EVENT: &str = "function.invoke_stream";
+pub(crate) const RUN_EVENT: &str = "function.run";
 
 /// Put into a response by its route: what the audit log is to say.
 #[derive(Debug, Clone)]
@@ -123,7 +130,7 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
         span.record("otel.status_code", "ERROR");
     }
     let took = started.elapsed();
-    gateway.metrics.answered(route, &method, status.as_u16(), took);
+    gateway.metrics.answered(route, &method, status.as_u16(), is_functions, took);
     let trace_id = trace.id_hex();
     if let Ok(value) = HeaderValue::from_str(&trace_id) {
         response.headers_mut().insert(TRACE_ID, value);
@@ -133,7 +140,7 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
     let revision =
         response.extensions_mut().remove::<ServedRevision>().or_else(|| gateway.only_revision(audited.as_ref()?));
     let error = response.extensions().get::<ErrorKind>().map(|kind| kind.0);
-    if let Some((event, tenant, subject)) = worth_a_line(audited.as_ref(), status) {
+    if let Some((event, tenant, subject)) = worth_a_line(audited.as_ref(), error) {
         gateway.audit.line(&Line {
             event,
             tenant,
@@ -244,11 +251,16 @@ impl<'a> Caller<'a> {
     }
 }
 
-/// State changes and invocations say so themselves; refused tokens are recognised by their status.
-fn worth_a_line(audited: Option<&Audited>, status: StatusCode) -> Option<(&'static str, &str, &str)> {
-    match (audited, status) {
+/// State changes and invocations say so themselves; who was refused before a route came to that is recognised by the
+/// kind of error.
+fn worth_a_line<'a>(
+    audited: Option<&'a Audited>,
+    error: Option<&'static str>,
+) -> Option<(&'static str, &'a str, &'a str)> {
+    match (audited, error) {
         (Some(Audited { event, tenant, subject }), _) => Some((event, tenant, subject)),
-        (None, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) => Some(("token.refused", "", "")),
+        (None, Some("unauthorized" | "tenant_scope_denied" | "permission_denied")) => Some(("token.refused", "", "")),
+        (None, Some("origin_denied")) => Some(("origin.refused", "", "")),
         _ => None,
     }
 }

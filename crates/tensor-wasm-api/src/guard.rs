@@ -110,13 +110,15 @@ pub(crate) fn seal(headers: &mut HeaderMap, cors: Option<HeaderValue>) {
 /// where they came from its host. Policies only ever add up: one that the guest sends cannot take this away.
 const SANDBOX: &str = "sandbox allow-scripts allow-forms allow-modals allow-popups allow-downloads";
 
+const CLEAR_SITE_DATA: &str = "clear-site-data";
+
 /// Response headers that act on a whole origin, not on the one answer. On the API's host they are not the guest's to
 /// send: cookies and credentials would go to every function there, and the rest clears, moves, upgrades or spies on
 /// what is the API's.
 const ORIGIN_WIDE: [&str; 16] = [
     "accept-ch",
     "alt-svc",
-    "clear-site-data",
+    CLEAR_SITE_DATA,
     "critical-ch",
     "expect-ct",
     "nel",
@@ -143,9 +145,10 @@ pub(crate) fn sandbox(headers: &mut HeaderMap) {
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
 }
 
-/// On a host below one that functions share, a cookie stays the host's own: `Domain` would send it to other tenants'
-/// functions.
-pub(crate) fn host_only_cookies(headers: &mut HeaderMap) {
+/// On a host below one that functions share, an answer acts on its own host only: `Domain` would send a cookie to other
+/// tenants' functions, and `Clear-Site-Data` removes the cookies of the whole registrable domain, theirs included.
+pub(crate) fn host_only(headers: &mut HeaderMap) {
+    headers.remove(CLEAR_SITE_DATA);
     let attributes = |cookie: &HeaderValue| cookie.as_bytes().split(|b| *b == b';').skip(1).any(is_domain_attribute);
     if !headers.get_all(header::SET_COOKIE).iter().any(attributes) {
         return;
@@ -216,9 +219,13 @@ mod tests {
 
     #[test]
     fn cookies_stay_with_their_host() {
-        let mut headers = map(&[("set-cookie", "a=b; Path=/; domain = .fn.example.com; HttpOnly")]);
+        let mut headers = map(&[
+            ("set-cookie", "a=b; Path=/; domain = .fn.example.com; HttpOnly"),
+            ("clear-site-data", "\"cookies\""),
+        ]);
         headers.append("set-cookie", HeaderValue::from_static("domain=x; Secure"));
-        host_only_cookies(&mut headers);
+        host_only(&mut headers);
+        assert!(!headers.contains_key("clear-site-data"));
         let left: Vec<_> = headers.get_all("set-cookie").iter().map(|v| v.to_str().unwrap()).collect();
         assert_eq!(left, ["a=b; Path=/; HttpOnly", "domain=x; Secure"]);
     }

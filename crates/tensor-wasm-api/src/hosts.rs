@@ -70,8 +70,8 @@ pub(crate) struct FunctionHost {
     pub name: String,
     /// The part of the path that is the route's and that the guest does not see.
     pub prefix_bytes: usize,
-    /// Whether the host is ours to share out (`localhost` or `[server] domain`) rather than the operator's for this one
-    /// function.
+    /// Whether other functions may be on its siblings: it is below `localhost` or `[server] domain`, by its own name or
+    /// by a route.
     pub is_shared: bool,
 }
 
@@ -150,7 +150,7 @@ impl Hosts {
                     tenant: route.tenant.clone(),
                     name: route.name.clone(),
                     prefix_bytes: route.prefix.len(),
-                    is_shared: false,
+                    is_shared: self.bases().any(|base| labels_below(&host, base).is_some()),
                 });
             }
         }
@@ -160,9 +160,8 @@ impl Hosts {
         if self.api.iter().any(|name| *name == *host) {
             return Host::Api;
         }
-        let bases = [Some(LOCALHOST), self.domain.as_ref().map(|domain| domain.host.as_str())];
-        for base in bases.into_iter().flatten() {
-            if let Some(labels) = host.strip_suffix(base).and_then(|rest| rest.strip_suffix('.')) {
+        for base in self.bases() {
+            if let Some(labels) = labels_below(&host, base) {
                 return match labels.split_once('.').map(|(name, tenant)| (from_label(name), from_label(tenant))) {
                     Some((Some(name), Some(tenant))) => {
                         Host::Function(FunctionHost { tenant, name, prefix_bytes: 0, is_shared: true })
@@ -172,6 +171,11 @@ impl Hosts {
             }
         }
         if self.any_api { Host::Api } else { Host::Foreign(shown(&host)) }
+    }
+
+    /// The names below which functions have their hosts.
+    fn bases(&self) -> impl Iterator<Item = &str> {
+        [Some(LOCALHOST), self.domain.as_ref().map(|domain| domain.host.as_str())].into_iter().flatten()
     }
 
     /// Where a browser finds a function, for somebody who reached the API as `asked`.
@@ -227,6 +231,11 @@ impl Hosts {
     pub(crate) fn allows(&self, origin: &str) -> bool {
         self.allowed_origins.iter().any(|allowed| allowed.eq_ignore_ascii_case(origin))
     }
+}
+
+/// `a.b` for `a.b.fn.example.com` and the base `fn.example.com`; `None` for a host that is not below it.
+fn labels_below<'a>(host: &'a str, base: &str) -> Option<&'a str> {
+    host.strip_suffix(base).and_then(|rest| rest.strip_suffix('.'))
 }
 
 /// How a client reached the API.
@@ -404,7 +413,8 @@ mod tests {
     fn a_host_is_the_apis_or_a_functions_or_nobodys() {
         let hosts = hosts(
             "[server]\ndomain = \"https://fn.example.com\"\nhosts = [\"API.example.com\"]\n[server.routes]\n\
-             \"shop.example.com\" = \"acme/shop\"\n\"example.com/a\" = \"acme/a\"\n\"example.com/a/b\" = \"acme/b\"\n",
+             \"shop.example.com\" = \"acme/shop\"\n\"example.com/a\" = \"acme/a\"\n\"example.com/a/b\" = \"acme/b\"\n\
+             \"shop.fn.example.com\" = \"acme/shop\"\n\"shop.localhost\" = \"acme/shop\"\n",
         )
         .unwrap();
         let check = |host: &str, path: &str, expect: Host| assert_eq!(hosts.of(Some(host), path), expect, "{host}");
@@ -420,6 +430,8 @@ mod tests {
         check("hello.acme.fn.example.com", "/", function("acme", "hello", 0, true));
         check("a--5fb.acme.localhost", "/", function("acme", "a_b", 0, true));
         check("shop.example.com", "/x", function("acme", "shop", 0, false));
+        check("shop.fn.example.com", "/x", function("acme", "shop", 0, true));
+        check("shop.localhost:8080", "/x", function("acme", "shop", 0, true));
         check("example.com", "/a", function("acme", "a", 2, false));
         check("example.com", "/a/b/c", function("acme", "b", 4, false));
         check("example.com", "/a/bc", function("acme", "a", 2, false));

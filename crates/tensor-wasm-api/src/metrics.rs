@@ -23,7 +23,7 @@ const DURATION_BUCKETS_S: [f64; 15] =
 struct RequestLabels {
     route: Route,
     method: Method,
-    status: u16,
+    status: StatusLabel,
 }
 
 /// The route's pattern as it is registered, never the path a client sent: labels must stay few.
@@ -32,6 +32,14 @@ struct Route(String);
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Method(http::Method);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum StatusLabel {
+    Ours(u16),
+    /// Of a function's answer only the class: guests choose statuses, and each would be a series for as long as the
+    /// server runs.
+    Class(&'static str),
+}
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TenantLabel {
@@ -47,6 +55,27 @@ impl EncodeLabelValue for Route {
 impl EncodeLabelValue for Method {
     fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
         self.0.as_str().encode(encoder)
+    }
+}
+
+impl EncodeLabelValue for StatusLabel {
+    fn encode(&self, encoder: &mut LabelValueEncoder<'_>) -> Result<(), std::fmt::Error> {
+        match self {
+            StatusLabel::Ours(status) => status.encode(encoder),
+            StatusLabel::Class(class) => class.encode(encoder),
+        }
+    }
+}
+
+impl StatusLabel {
+    fn class(status: u16) -> StatusLabel {
+        StatusLabel::Class(match status {
+            200..300 => "2xx",
+            300..400 => "3xx",
+            400..500 => "4xx",
+            500..600 => "5xx",
+            _ => "other",
+        })
     }
 }
 
@@ -97,12 +126,14 @@ impl HttpMetrics {
         }
     }
 
-    pub(crate) fn answered(&self, route: &str, method: &http::Method, status: u16, took: Duration) {
+    /// `is_functions`: the answer is a function's, and so is its status.
+    pub(crate) fn answered(&self, route: &str, method: &http::Method, status: u16, is_functions: bool, took: Duration) {
         // Methods are the client's to invent; the unusual ones are counted together.
         let method = match method.as_str() {
             "GET" | "HEAD" | "POST" | "PUT" | "DELETE" | "PATCH" | "OPTIONS" => method.clone(),
             _ => http::Method::TRACE,
         };
+        let status = if is_functions { StatusLabel::class(status) } else { StatusLabel::Ours(status) };
         let labels = RequestLabels { route: Route(route.to_owned()), method: Method(method), status };
         self.requests.get_or_create(&labels).inc();
         self.duration.observe(took.as_secs_f64());

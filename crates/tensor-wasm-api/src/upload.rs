@@ -71,19 +71,23 @@ impl Drop for DiskShare {
     }
 }
 
+/// Disk for a module of so many bytes. An empty one counts as a byte.
+pub(crate) fn share(gateway: &Gateway, tenant: &str, bytes: usize) -> Result<DiskShare, Rejection> {
+    let config = &gateway.runtime.config;
+    let max = (config.limits_of(tenant).uploads_bytes_max, config.server.uploads_bytes_max);
+    gateway.uploads.share(tenant, bytes.max(1), max)
+}
+
 /// Receives a module. What it takes on disk counts until the share is dropped.
 pub(crate) async fn receive(gateway: &Gateway, tenant: &str, body: Body) -> Result<(Uploaded, DiskShare), ApiError> {
-    let config = &gateway.runtime.config;
-    let limits = config.limits_of(tenant);
-    let bytes_max = limits.module_bytes_max;
+    let bytes_max = gateway.runtime.config.limits_of(tenant).module_bytes_max;
     let announced = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     let lower = announced(body.size_hint().lower());
     if lower > bytes_max {
         return Err(Rejection::ModuleTooLarge { bytes: lower, bytes_max }.into());
     }
-    // A body of no announced length may become as long as a module may be. An empty one counts as a byte.
-    let expected = body.size_hint().upper().map_or(bytes_max, announced).clamp(1, bytes_max.max(1));
-    let share = gateway.uploads.share(tenant, expected, (limits.uploads_bytes_max, config.server.uploads_bytes_max))?;
+    // A body of no announced length may become as long as a module may be.
+    let share = share(gateway, tenant, body.size_hint().upper().map_or(bytes_max, announced).min(bytes_max))?;
     let mut upload = gateway.runtime.upload(tenant)?;
     let mut pieces = body::Pieces::of(gateway, body);
     while let Some(piece) = pieces.next().await? {

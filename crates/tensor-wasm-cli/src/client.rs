@@ -51,7 +51,10 @@ impl Client {
         body: &Value,
     ) -> Result<Value, Failed> {
         let text = body.to_string();
-        let mut all = vec![("content-type", "application/json")];
+        // A reader's length is not known: without this header the body is chunked, and the server has to set aside
+        // memory for the largest there may be.
+        let length = text.len().to_string();
+        let mut all = vec![("content-type", "application/json"), ("content-length", length.as_str())];
         all.extend_from_slice(headers);
         self.json(self.send(method, path, &all, SendBody::from_reader(&mut text.as_bytes()))?)
     }
@@ -64,7 +67,8 @@ impl Client {
 
     /// Sends bytes as they are.
     pub(crate) fn put(&self, path: &str, mut body: &[u8]) -> Result<Value, Failed> {
-        let headers = [("content-type", "application/octet-stream")];
+        let length = body.len().to_string();
+        let headers = [("content-type", OCTETS), ("content-length", length.as_str())];
         self.json(self.send(Method::PUT, path, &headers, SendBody::from_reader(&mut body))?)
     }
 

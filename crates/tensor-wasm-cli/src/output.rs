@@ -2,7 +2,7 @@
 //! what strangers wrote is shown without the control characters by which it could move in the terminal.
 
 use std::fmt::Arguments;
-use std::io::{ErrorKind, Write};
+use std::io::{ErrorKind, StdoutLock, Write};
 
 /// As `println!`, but for pipes that close.
 macro_rules! outln {
@@ -12,8 +12,17 @@ macro_rules! outln {
 pub(crate) use outln;
 
 pub(crate) fn write(text: Arguments<'_>) {
-    let written = std::io::stdout().lock().write_fmt(text);
-    match written {
+    to_stdout(|stdout| stdout.write_fmt(text));
+}
+
+pub(crate) fn write_bytes(bytes: &[u8]) {
+    to_stdout(|stdout| stdout.write_all(bytes));
+}
+
+fn to_stdout(write: impl FnOnce(&mut StdoutLock<'_>) -> std::io::Result<()>) {
+    let mut stdout = std::io::stdout().lock();
+    // What does not end in a line feed would be written after `main`, where an error is lost.
+    match write(&mut stdout).and_then(|()| stdout.flush()) {
         Ok(()) => {}
         Err(error) if error.kind() == ErrorKind::BrokenPipe => std::process::exit(0),
         Err(error) => {

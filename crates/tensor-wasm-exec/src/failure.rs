@@ -73,6 +73,12 @@ pub enum Rejection {
     Storage { why: String },
     #[error("{name:?} revision {revision} is quarantined: {why}; deploy it again to bring it back")]
     Quarantined { name: String, revision: String, why: String },
+    /// Said to callers, who may be strangers: the reason may name files and secrets.
+    #[error(
+        "function {name:?} cannot be run at present; its owner finds the reason with `tensor-wasm show {name}` (GET \
+         /functions/{name}) and in the server's log"
+    )]
+    Unavailable { name: String },
 }
 
 /// Something that others hold at the moment: what, how much of it there is, the limit's name, and what to do.
@@ -111,6 +117,9 @@ pub enum Fault {
 #[error("{0}")]
 pub struct Bug(pub String);
 
+/// What is said of a [`Bug`] where its message would be read by others than the operator.
+pub(crate) const OUR_BUG: &str = "stopped by an internal error of the server; it is not the function's fault";
+
 impl From<Rejection> for Failure {
     fn from(rejection: Rejection) -> Self {
         Failure::Rejected(rejection)
@@ -140,6 +149,14 @@ impl Failure {
             Failure::Rejected(rejection) => rejection.kind(),
             Failure::Faulted(fault, _) => fault.kind(),
             Failure::Bug(_) => "internal",
+        }
+    }
+
+    /// The message for whoever asked; a bug's own is for the log.
+    pub(crate) fn told(&self) -> String {
+        match self {
+            Failure::Rejected(_) | Failure::Faulted(..) => self.to_string(),
+            Failure::Bug(_) => OUR_BUG.to_owned(),
         }
     }
 }
@@ -179,7 +196,8 @@ impl Rejection {
             | Rejection::ServerShort { .. }
             | Rejection::StillCompiling { .. }
             | Rejection::ShuttingDown
-            | Rejection::Storage { .. } => "capacity_exhausted",
+            | Rejection::Storage { .. }
+            | Rejection::Unavailable { .. } => "capacity_exhausted",
             Rejection::Conflict { .. } | Rejection::Quarantined { .. } => "conflict",
         }
     }
@@ -197,5 +215,18 @@ impl Rejection {
             Rejection::ShuttingDown | Rejection::Storage { .. } => Some(Duration::from_secs(5)),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bugs_message_is_for_the_log_only() {
+        let bug = Failure::Bug(Bug("/var/lib/data: a lock was poisoned".to_owned()));
+        assert_eq!((bug.kind(), bug.told().as_str()), ("internal", OUR_BUG));
+        let fault = Failure::Faulted(Fault::Exit { code: 3 }, Usage::default());
+        assert_eq!(fault.told(), fault.to_string());
     }
 }

@@ -55,9 +55,53 @@ pub(crate) struct FunctionSeries {
 #[derive(Debug)]
 pub(crate) struct FunctionMetrics {
     functions_max: usize,
-    /// By function id.
-    series: RwLock<HashMap<String, Arc<FunctionSeries>>>,
+    listed: RwLock<Listed>,
     other: Arc<FunctionSeries>,
+}
+
+/// The functions that have series of their own.
+#[derive(Debug, Default)]
+struct Listed {
+    by_id: HashMap<String, Arc<FunctionSeries>>,
+    /// How many of them each tenant has; none has zero.
+    by_tenant: HashMap<String, usize>,
+    /// The largest of those numbers.
+    most: usize,
+}
+
+impl Listed {
+    /// Whether a function of this tenant gets a place: there is one, or the tenant that has the most would still have
+    /// no fewer. A tenant with thousands of functions does not hide everybody else's.
+    fn has_room(&self, functions_max: usize, tenant: &str) -> bool {
+        self.by_id.len() < functions_max || self.most > self.by_tenant.get(tenant).copied().unwrap_or(0) + 1
+    }
+
+    fn add(&mut self, id: &str, series: Arc<FunctionSeries>) {
+        let count = self.by_tenant.entry(series.tenant.clone()).or_default();
+        *count += 1;
+        self.most = self.most.max(*count);
+        self.by_id.insert(id.to_owned(), series);
+    }
+
+    fn remove(&mut self, id: &str) -> Option<Arc<FunctionSeries>> {
+        let series = self.by_id.remove(id)?;
+        if let Some(count) = self.by_tenant.get_mut(&series.tenant) {
+            *count -= 1;
+            if *count == 0 {
+                self.by_tenant.remove(&series.tenant);
+            }
+        }
+        self.most = self.by_tenant.values().copied().max().unwrap_or(0);
+        Some(series)
+    }
+
+    /// Of the tenant that has the most, the function that was called least.
+    fn least_of_most(&self) -> Option<String> {
+        let (most, _) = self.by_tenant.iter().find(|(_, count)| **count == self.most)?;
+        let calls = |s: &FunctionSeries| s.outcomes.iter().map(|n| n.load(Ordering::Relaxed)).sum::<u64>();
+        let of_most = self.by_id.iter().filter(|(_, s)| s.tenant == *most);
+        of_most.min_by_key(|(_, s)| calls(s)).map(|(id, _)| id.clone())
+    }
 }
 
 impl FunctionSeries {
@@ -104,51 +148,48 @@ impl FunctionSeries {
 impl FunctionMetrics {
     pub(crate) fn new(functions_max: usize) -> FunctionMetrics {
         let other = Arc::new(FunctionSeries::new(OTHER, OTHER));
-        FunctionMetrics { functions_max, series: RwLock::default(), other }
+        FunctionMetrics { functions_max, listed: RwLock::default(), other }
     }
 
-    /// Where a call of this function is counted.
+    /// Where a call of this function is counted. The exclusive lock is taken only to give a function its place, not by
+    /// each call of one that gets none.
     pub(crate) fn of(&self, function: &FunctionRecord) -> Arc<FunctionSeries> {
-        if let Some(series) = self.series.read().get(&function.id) {
+        {
+            let listed = self.listed.read();
+            if let Some(series) = listed.by_id.get(&function.id) {
+                return series.clone();
+            }
+            if !listed.has_room(self.functions_max, &function.tenant) {
+                return self.other.clone();
+            }
+        }
+        let mut listed = self.listed.write();
+        // Another call may have been faster.
+        if let Some(series) = listed.by_id.get(&function.id) {
             return series.clone();
         }
-        let mut all = self.series.write();
-        if all.len() >= self.functions_max && !self.make_room(&mut all, &function.tenant) {
+        if !listed.has_room(self.functions_max, &function.tenant) {
             return self.other.clone();
         }
-        let series = || Arc::new(FunctionSeries::new(&function.tenant, &function.name));
-        all.entry(function.id.clone()).or_insert_with(series).clone()
-    }
-
-    /// Takes a place from the tenant that has the most, if that is more than the one who needs it would have: a tenant
-    /// with thousands of functions does not hide everybody else's. What was counted moves to `other`.
-    fn make_room(&self, all: &mut HashMap<String, Arc<FunctionSeries>>, tenant: &str) -> bool {
-        let mut by_tenant: HashMap<&str, usize> = HashMap::default();
-        for series in all.values() {
-            *by_tenant.entry(&series.tenant).or_default() += 1;
-        }
-        let own = by_tenant.get(tenant).copied().unwrap_or(0);
-        let Some((most, count)) = by_tenant.into_iter().max_by_key(|(_, count)| *count) else { return false };
-        if count <= own + 1 {
-            return false;
-        }
-        let calls = |s: &FunctionSeries| s.outcomes.iter().map(|n| n.load(Ordering::Relaxed)).sum::<u64>();
-        let least = all.iter().filter(|(_, s)| s.tenant == most).min_by_key(|(_, s)| calls(s));
-        let Some(id) = least.map(|(id, _)| id.clone()) else { return false };
-        if let Some(gone) = all.remove(&id) {
+        if listed.by_id.len() >= self.functions_max
+            && let Some(least) = listed.least_of_most()
+            && let Some(gone) = listed.remove(&least)
+        {
             self.other.add(&gone);
         }
-        true
+        let series = Arc::new(FunctionSeries::new(&function.tenant, &function.name));
+        listed.add(&function.id, series.clone());
+        series
     }
 
     pub(crate) fn forget(&self, function_id: &str) {
-        self.series.write().remove(function_id);
+        self.listed.write().remove(function_id);
     }
 }
 
 impl Collector for FunctionMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut all: Vec<_> = self.series.read().values().cloned().collect();
+        let mut all: Vec<_> = self.listed.read().by_id.values().cloned().collect();
         all.push(self.other.clone());
         all.sort_by(|a, b| (&a.tenant, &a.function).cmp(&(&b.tenant, &b.function)));
         // A series begins with its first call.
@@ -206,6 +247,7 @@ mod tests {
             traffic: Vec::new(),
             secret_names: Default::default(),
             secrets: Default::default(),
+            superseded: Default::default(),
         }
     }
 
@@ -238,8 +280,28 @@ mod tests {
         has(r#"function_duration_seconds_bucket{le="+Inf",tenant="small",function="f"} 1"#);
         has(r#"function_invocations_total{tenant="other",function="other",outcome="ok"} 47"#);
         assert_eq!(text.lines().filter(|l| l.starts_with("function_cpu_seconds_total")).count(), 5, "{text}");
+        let (listed, most) = (metrics.listed.read().by_tenant.clone(), metrics.listed.read().most);
+        assert_eq!((listed["flood"], listed["small"], most), (3, 1, 3));
         metrics.forget("small-f");
         own.count(CallOutcome::Ok);
         assert!(!page(metrics).contains("small"), "also where a call is still under way");
+    }
+
+    #[test]
+    fn a_call_of_an_unlisted_function_waits_for_no_exclusive_lock() {
+        let metrics = Arc::new(FunctionMetrics::new(4));
+        for n in 0..5 {
+            metrics.of(&function("flood", &format!("f{n}"))).count(CallOutcome::Ok);
+        }
+        let (done, counted) = std::sync::mpsc::channel();
+        let reader = metrics.listed.read();
+        let shared = metrics.clone();
+        std::thread::spawn(move || {
+            shared.of(&function("flood", "f4")).count(CallOutcome::Ok);
+            let _ = done.send(());
+        });
+        counted.recv_timeout(Duration::from_secs(10)).expect("counted while another reads");
+        drop(reader);
+        assert!(page(metrics).contains(r#"{tenant="other",function="other",outcome="ok"} 2"#));
     }
 }

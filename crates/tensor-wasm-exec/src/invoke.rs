@@ -21,7 +21,7 @@ use crate::catalog::{FunctionRecord, Revision, RevisionRecord, Serving};
 use crate::config::Limits;
 use crate::engine::EngineKind;
 use crate::engine::pool::{EntryPoint, Instance, Lease, LinkedRevision, Pool};
-use crate::failure::{Bug, Failure, Fault, Rejection};
+use crate::failure::{Bug, Failure, Fault, OUR_BUG, Rejection};
 use crate::function_metrics::{CallOutcome, FunctionSeries};
 use crate::guest::http::{self, Exchange};
 use crate::guest::running::{Given, RunningCall, Surroundings, Used};
@@ -152,13 +152,19 @@ impl Runtime {
         account: &Arc<Account>,
         deadline: Instant,
     ) -> Result<Arc<LinkedRevision>, Failure> {
-        let (runtime, serving, account) = (self.shared()?, serving.clone(), account.clone());
+        let (runtime, account) = (self.shared()?, account.clone());
         let deadline = deadline.min(Instant::now() + Duration::from_millis(account.limits.deadline_ms_max));
+        let wanted = serving.clone();
         let loading = self
             .background
-            .spawn(async move { runtime.load(&serving.function.name, serving.revision(), &account).await });
+            .spawn(async move { runtime.load(&wanted.function.name, wanted.revision(), &account).await });
         match tokio::time::timeout_at(deadline.into(), loading).await {
-            Ok(loaded) => loaded.map_err(|e| Bug(e.to_string()))?,
+            Ok(loaded) => match loaded.map_err(|e| Bug(e.to_string()))? {
+                Err(Failure::Rejected(why @ Rejection::Quarantined { .. })) => {
+                    Err(unavailable(&serving.function, &why).into())
+                }
+                loaded => loaded,
+            },
             Err(_) => Err(Rejection::StillCompiling { retry_after: Duration::from_secs(1) }.into()),
         }
     }
@@ -222,21 +228,18 @@ fn serving(function: Arc<FunctionRecord>) -> Result<Serving, Rejection> {
         name: function.name.clone(),
         tenant: function.tenant.clone(),
     })?;
-    if let Some(secret) = serving.function.lost_secret() {
-        // It would run with half of what it needs to know.
-        let name = &serving.function.name;
-        let why =
-            format!("{name:?} has lost its secret {secret:?}; set it again: tensor-wasm secret set {name} {secret}");
-        return Err(Rejection::Conflict { why });
-    }
-    match &serving.revision().quarantined {
+    match serving.function.cannot_run(serving.revision()) {
         None => Ok(serving),
-        Some(why) => Err(Rejection::Quarantined {
-            name: serving.function.name.clone(),
-            revision: serving.revision().revision.short().to_owned(),
-            why: why.clone(),
-        }),
+        Some(why) => Err(unavailable(&serving.function, &why)),
     }
+}
+
+/// What a caller learns of a function that cannot run. It may be public: the reason is for the log, and for the routes
+/// that ask for its owner's token.
+fn unavailable(function: &FunctionRecord, why: &Rejection) -> Rejection {
+    let FunctionRecord { tenant, name, .. } = function;
+    tracing::warn!(tenant, function = name, %why, "a call was refused: the function cannot run");
+    Rejection::Unavailable { name: name.clone() }
 }
 
 /// The tightest of what the caller, the function and the tenant allow.
@@ -349,7 +352,7 @@ impl GuestRun {
             let mut lease = pool.lease(&linked, permit, &call, given).instrument(call.instance_span()).await?;
             let returned = call_in(&mut lease, &linked.entry, prepared, &call).instrument(call.call_span()).await?;
             if call.serving.revision().settings.reuse && call.may_reuse {
-                pool.keep(&linked, &call.serving.function.id, lease);
+                pool.keep(&linked, lease);
             }
             Ok(returned)
         }
@@ -373,7 +376,7 @@ impl GuestRun {
                 _ => return Err(mismatched()),
             }
             if call.serving.revision().settings.reuse {
-                pool.keep(&linked, &call.serving.function.id, lease);
+                pool.keep(&linked, lease);
             } else {
                 // Resetting an instance takes about a tenth of a hello's time. On this thread's queue it happens after
                 // the response has left.
@@ -444,9 +447,6 @@ fn mismatched() -> GuestError {
     Bug("the instance is not of the kind its revision was deployed as".to_owned()).into()
 }
 
-/// What a function's log says where the server's has the details.
-const OUR_BUG: &str = "stopped by an internal error of the server; it is not the function's fault";
-
 /// Settles a call when it is over, however it ended: keeps its output for `logs` and counts its fault.
 struct Settlement<'a> {
     call: &'a RunningCall,
@@ -504,5 +504,33 @@ impl Drop for Settlement<'_> {
             metrics.log_bytes_dropped.inc_by(dropped);
         }
         logs.keep(self.call, fault);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_caller_learns_neither_secrets_names_nor_paths() {
+        let revision = "ab".repeat(32);
+        let function = |secrets: &[&str], quarantined: Option<&str>| -> Arc<FunctionRecord> {
+            let record = serde_json::from_value(json!({
+                "id": "1", "tenant": "t", "name": "f", "created_ms": 1, "secret_names": secrets,
+                "revisions": [{"revision": revision, "source": revision, "kind": "core_exports", "flavor": "plain",
+                               "bytes": 1, "created_ms": 1, "quarantined": quarantined}],
+                "traffic": [{"revision": revision, "weight": 1}],
+            }));
+            Arc::new(record.unwrap())
+        };
+        assert!(serving(function(&[], None)).is_ok());
+        for bad in [function(&["API_KEY"], None), function(&[], Some("/var/lib/data/sources/ab: missing"))] {
+            let why = bad.cannot_run(&bad.revisions[0]).unwrap().to_string();
+            assert!(why.contains("API_KEY") || why.contains("/var/lib/data"), "its owner learns it: {why}");
+            let refused = serving(bad).err().unwrap();
+            assert!(matches!(refused, Rejection::Unavailable { .. }), "{refused:?}");
+            let told = refused.to_string();
+            assert!(!told.contains("API_KEY") && !told.contains("/var") && told.contains("show f"), "{told}");
+        }
     }
 }

@@ -603,14 +603,14 @@ impl Runtime {
         let can_retry = matches!(failure, Failure::Faulted(..)) && job.attempts - job.interrupted < job.attempts_max;
         if can_retry {
             job.state = JobState::Queued;
-            job.error = Some(JobError { kind: failure.kind().to_owned(), message: failure.to_string() });
+            job.error = Some(JobError { kind: failure.kind().to_owned(), message: failure.told() });
             let doubled = BACKOFF_MS.saturating_mul(1 << job.attempts.min(20));
             return Some(Duration::from_millis(doubled.min(BACKOFF_MS_MAX)));
         }
         if let Failure::Bug(bug) = &failure {
             tracing::error!(job = job.id, %bug, "a job met a bug");
         }
-        job.fail(failure.kind(), failure.to_string());
+        job.fail(failure.kind(), failure.told());
         None
     }
 

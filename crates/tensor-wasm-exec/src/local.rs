@@ -237,6 +237,7 @@ impl LocalRun {
             traffic: vec![Share { revision, weight: 1 }],
             secret_names: Default::default(),
             secrets: Default::default(),
+            superseded: Default::default(),
         };
         let limits = Limits {
             memory_bytes_max: u64::MAX,

@@ -14,7 +14,7 @@ use crate::catalog::store::{Change, Table};
 use crate::catalog::upload::{Upload, Uploaded};
 use crate::catalog::{
     Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Secret, SecretsAccess, Settings,
-    SettingsPatch, SourceError, SourceHash, StoreError, check_name, now_ms,
+    SettingsPatch, SourceError, SourceHash, StoreError, Traffic, check_name, now_ms,
 };
 use crate::config::Config;
 use crate::engine::compile::{CompileCost, Compiler};
@@ -230,12 +230,9 @@ impl Runtime {
         let account = self.admission.account(tenant);
         let limits = &account.limits;
         let known = self.catalog.resolve(tenant, name).ok().filter(|f| f.name == name);
-        if known.is_none() && self.catalog.count(tenant) >= limits.functions_max {
-            let why = format!(
-                "tenant {tenant:?} has {} functions, which is its limit ([limits] functions_max)",
-                limits.functions_max
-            );
-            return Err(Rejection::Conflict { why }.into());
+        if known.is_none() {
+            // Before it is compiled for nothing. What counts is asked again when it is added: others may be faster.
+            self.catalog.check_room(tenant, limits.functions_max)?;
         }
         let settings = patch.over(&known.as_ref().map(|f| f.serving_settings()).unwrap_or_default());
         settings.check()?;
@@ -267,18 +264,24 @@ impl Runtime {
             }
             revise(settings)
         };
-        let function = self.catalog.deploy(tenant, name, limits.revisions_max, revise_again).await?;
+        let function = self.catalog.deploy(tenant, name, limits, revise_again).await?;
         self.pool.forget(&function.id);
         Ok(Deployed { function, cost })
     }
 
     pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
-        let function = self.catalog.resolve(tenant, name)?;
-        self.catalog.delete(tenant, name).await?;
+        let function = self.catalog.delete(tenant, name).await?;
         self.pool.forget(&function.id);
         self.logs.forget(&function.id);
         self.metrics.functions.forget(&function.id);
         Ok(())
+    }
+
+    /// Sends a function's traffic elsewhere.
+    pub async fn set_traffic(&self, tenant: &str, name: &str, to: &Traffic) -> Result<Arc<FunctionRecord>, Rejection> {
+        let function = self.catalog.set_traffic(tenant, name, to).await?;
+        self.pool.forget(&function.id);
+        Ok(function)
     }
 
     /// Gives a function a secret. Calls that begin after this see it.
@@ -295,12 +298,12 @@ impl Runtime {
         Ok(())
     }
 
-    /// What the revision with (most of) a function's traffic exports. Loads it, so call it on the background runtime.
+    /// What the revision with (most of) a function's traffic exports; of a function that cannot run, why. For its
+    /// owner. Loads it, so call it on the background runtime.
     pub async fn exports(&self, function: &FunctionRecord) -> Result<Vec<ExportSignature>, Failure> {
         let Some(revision) = function.current() else { return Ok(Vec::new()) };
-        if let Some(why) = &revision.quarantined {
-            let (name, revision) = (function.name.clone(), revision.revision.short().to_owned());
-            return Err(Rejection::Quarantined { name, revision, why: why.clone() }.into());
+        if let Some(why) = function.cannot_run(revision) {
+            return Err(why.into());
         }
         let account = self.admission.account(&function.tenant);
         let loaded = self.load(&function.name, revision, &account).await?;
@@ -323,8 +326,7 @@ impl Runtime {
                 Ok(()) => {}
                 Err(SourceError::Unreadable(why)) => return Err(Rejection::Storage { why }.into()),
                 Err(SourceError::Damaged(why)) => {
-                    self.metrics.quarantined.inc();
-                    self.catalog.quarantine(source, &why).await;
+                    self.quarantine(source, &why).await;
                     let (name, revision) = (name.to_owned(), revision.revision.short().to_owned());
                     return Err(Rejection::Quarantined { name, revision, why }.into());
                 }
@@ -332,6 +334,13 @@ impl Runtime {
             self.compile(source, account, revision.settings.memory).await.map(drop)
         };
         self.pool.load(&self.catalog, source, revision.kind, revision.flavor, revision.settings.memory, recompile).await
+    }
+
+    async fn quarantine(&self, source: &SourceHash, why: &str) {
+        self.metrics.quarantined.inc();
+        for function in self.catalog.quarantine(source, why).await {
+            self.pool.forget(&function.id);
+        }
     }
 
     async fn compile(
@@ -374,8 +383,7 @@ impl Runtime {
                         .resolve(&function.tenant, &function.name)
                         .is_ok_and(|f| f.revision(&revision.revision).is_some())
                 {
-                    self.metrics.quarantined.inc();
-                    self.catalog.quarantine(&revision.source, &why).await;
+                    self.quarantine(&revision.source, &why).await;
                     continue;
                 }
                 let memory = revision.settings.memory;
@@ -446,4 +454,209 @@ fn check_memory(settings: &Settings, kind: Kind) -> Result<(), Rejection> {
         MemoryKind::Pinned | MemoryKind::Pooled => return Ok(()),
     };
     Err(Rejection::InvalidArgs { why: why.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+    use std::sync::atomic::Ordering;
+
+    use super::*;
+    use crate::catalog::SecretsKey;
+    use crate::config::LimitsOverride;
+    use crate::guest::GuestError;
+    use crate::guest::running::{RunningCall, Used};
+    use crate::guest::state;
+    use crate::{Call, Invocation, Output};
+
+    /// Counts its calls, which shows whether an instance was kept, and computes for a while.
+    const COUNTER: &str = r#"(module (memory 1) (global $calls (mut i32) (i32.const 0))
+        (func (export "count") (result i32)
+            (global.set $calls (i32.add (global.get $calls) (i32.const 1)))
+            (global.get $calls))
+        (func (export "spin") (param $n i32)
+            (loop $again
+                (local.set $n (i32.sub (local.get $n) (i32.const 1)))
+                (br_if $again (local.get $n)))))"#;
+
+    /// Some seconds of `spin` at most; a change is done long before.
+    const LONG: i32 = 1_000_000_000;
+
+    fn opened(config: impl FnOnce(&mut Config)) -> (Arc<Runtime>, tempfile::TempDir) {
+        let mut made = Config::default();
+        made.server.concurrency_max = 16;
+        config(&mut made);
+        let data = tempfile::tempdir().unwrap();
+        let key = SecretsKey::parse(&"5a".repeat(32)).ok();
+        let access = SecretsAccess { key, forget: false };
+        let (runtime, damages) = Runtime::open_with(data.path(), made, None, access).unwrap();
+        assert_eq!(damages, []);
+        (runtime, data)
+    }
+
+    fn deploy(
+        runtime: &Runtime,
+        tenant: &str,
+        name: &str,
+        wat: &str,
+        env: &str,
+    ) -> Result<Arc<FunctionRecord>, Failure> {
+        let env = [("E".to_owned(), Some(env.to_owned()))].into();
+        let patch = SettingsPatch { reuse: Some(true), env, ..SettingsPatch::default() };
+        let wasm = wat::parse_str(wat).unwrap();
+        let deployed = runtime.background.block_on(runtime.deploy_bytes(tenant, name, &wasm, patch));
+        deployed.map(|deployed| deployed.function)
+    }
+
+    async fn call(runtime: &Runtime, tenant: &str, name: &str, export: &str, args: Value) -> Result<Value, Failure> {
+        let (tenant, function, export) = (tenant.to_owned(), name.to_owned(), Some(export.to_owned()));
+        let call = Call::Export { export, args, stdin: Default::default() };
+        let outcome = runtime.invoke(Invocation { id: 0, tenant, function, call, deadline: None }).await?;
+        match outcome.output {
+            Output::Value(value) => Ok(value),
+            Output::Bytes(_) | Output::Response(_) => panic!("exports return values"),
+        }
+    }
+
+    fn count(runtime: &Runtime, tenant: &str, name: &str) -> Value {
+        runtime.background.block_on(call(runtime, tenant, name, "count", json!([]))).unwrap()
+    }
+
+    fn kept(runtime: &Runtime) -> usize {
+        runtime.pool.idle.load(Ordering::Relaxed)
+    }
+
+    #[test]
+    fn an_instance_that_runs_while_its_function_changes_is_not_kept() {
+        let (runtime, _data) = opened(|_| {});
+        let on = &runtime.background;
+        type Change = fn(&Runtime);
+        let changes: [(&str, Change); 6] = [
+            ("a secret", |r| r.background.block_on(r.set_secret("t", "f", "A", Secret::new(b"1").unwrap())).unwrap()),
+            ("no secret", |r| r.background.block_on(r.delete_secret("t", "f", "A")).unwrap()),
+            ("a deploy", |r| drop(deploy(r, "t", "f", COUNTER, "2").unwrap())),
+            ("a rollback", |r| drop(r.background.block_on(r.set_traffic("t", "f", &Traffic::Previous)).unwrap())),
+            ("a quarantine", |r| {
+                let source = r.catalog.resolve("t", "f").unwrap().revisions[0].source.clone();
+                std::fs::remove_file(r.catalog.files.source(&source)).unwrap();
+                r.background.block_on(r.quarantine(&source, "missing"));
+            }),
+            ("a deletion", |r| r.background.block_on(r.delete("t", "f")).unwrap()),
+        ];
+        deploy(&runtime, "t", "f", COUNTER, "1").unwrap();
+        for (what, change) in changes {
+            if what == "a deletion" {
+                deploy(&runtime, "t", "f", COUNTER, "1").unwrap();
+            }
+            assert_eq!(count(&runtime, "t", "f"), 1, "before {what}");
+            assert_eq!(count(&runtime, "t", "f"), 2, "before {what}");
+            let shared = runtime.clone();
+            let running = on.spawn(async move { call(&shared, "t", "f", "spin", json!([LONG])).await });
+            while kept(&runtime) > 0 {
+                std::thread::yield_now();
+            }
+            // It has the kept instance, and another takes its place.
+            assert_eq!(count(&runtime, "t", "f"), 1, "before {what}");
+            assert_eq!(kept(&runtime), 1);
+            change(&runtime);
+            assert!(!running.is_finished(), "{what} took too long");
+            assert_eq!(kept(&runtime), 0, "after {what}");
+            on.block_on(running).unwrap().unwrap();
+            assert_eq!(kept(&runtime), 0, "after {what} and the call that ran meanwhile");
+        }
+    }
+
+    #[test]
+    fn a_tenants_own_memory_limit_costs_nobody_else_a_kept_instance() {
+        const PAGE: u64 = 64 << 10;
+        let (runtime, _data) = opened(|config| {
+            let limits = LimitsOverride { tenant_memory_bytes_max: Some(3 * PAGE), ..LimitsOverride::default() };
+            config.tenant.insert("small".to_owned(), limits);
+        });
+        for tenant in ["small", "other"] {
+            deploy(&runtime, tenant, "f", COUNTER, "").unwrap();
+            assert_eq!((count(&runtime, tenant, "f"), count(&runtime, tenant, "f")), (json!(1), json!(2)));
+        }
+        deploy(&runtime, "small", "big", &COUNTER.replace("memory 1", "memory 3"), "").unwrap();
+        assert_eq!(count(&runtime, "small", "big"), 1, "its other instance gives way");
+        assert_eq!(count(&runtime, "other", "f"), 3, "the other tenant's stays");
+        assert_eq!(count(&runtime, "small", "f"), 1);
+    }
+
+    #[test]
+    fn deploys_that_race_do_not_exceed_the_functions_a_tenant_may_have() {
+        let (runtime, _data) = opened(|config| config.limits.functions_max = 3);
+        let wasm: Arc<[u8]> = wat::parse_str(COUNTER).unwrap().into();
+        let racing: Vec<_> = (0..8)
+            .map(|n| {
+                let (runtime, wasm) = (runtime.clone(), wasm.clone());
+                let on = runtime.background.clone();
+                on.spawn(async move {
+                    runtime.deploy_bytes("t", &format!("f{n}"), &wasm, SettingsPatch::default()).await.map(drop)
+                })
+            })
+            .collect();
+        let ended: Vec<_> = racing.into_iter().map(|one| runtime.background.block_on(one).unwrap()).collect();
+        assert_eq!(ended.iter().filter(|ended| ended.is_ok()).count(), 3, "{ended:?}");
+        assert_eq!(runtime.catalog.list("t").len(), 3);
+        for refused in ended.into_iter().filter_map(Result::err) {
+            assert!(refused.to_string().contains("functions_max"), "{refused}");
+        }
+        // A revision of one that is there needs no more room.
+        deploy(&runtime, "t", &runtime.catalog.list("t")[0].name, COUNTER, "again").unwrap();
+    }
+
+    #[test]
+    fn rollbacks_that_race_each_go_back_by_one() {
+        let (runtime, _data) = opened(|_| {});
+        let first = deploy(&runtime, "t", "f", COUNTER, "1").unwrap().traffic[0].revision.clone();
+        for env in ["2", "3"] {
+            deploy(&runtime, "t", "f", COUNTER, env).unwrap();
+        }
+        let back = || runtime.set_traffic("t", "f", &Traffic::Previous);
+        let (one, two) = runtime.background.block_on(async { tokio::join!(back(), back()) });
+        one.unwrap();
+        two.unwrap();
+        assert_eq!(runtime.catalog.resolve("t", "f").unwrap().traffic[0].revision, first);
+        let none = runtime.background.block_on(back()).unwrap_err();
+        assert!(matches!(&none, Rejection::Conflict { why } if why.contains("no revision deployed before")), "{none}");
+    }
+
+    #[test]
+    fn only_what_a_module_is_known_to_cause_is_its_fault() {
+        let (runtime, _data) = opened(|config| {
+            let limits = LimitsOverride { table_elements_max: Some(10), ..LimitsOverride::default() };
+            config.tenant.insert("t".to_owned(), limits);
+        });
+        let table = "(module (table 11 funcref) (func (export \"count\")))";
+        let function = deploy(&runtime, "t", "table", table, "").unwrap();
+        let refused = runtime.background.block_on(call(&runtime, "t", "table", "count", json!([]))).unwrap_err();
+        assert!(
+            matches!(&refused, Failure::Rejected(Rejection::ModuleOverLimits { why }) if why.contains("11 elements")),
+            "{refused}"
+        );
+
+        let many = |part: &str, n: usize| format!("(module {} (func (export \"count\")))", part.repeat(n));
+        for wide in [many("(memory 0)", 5), many("(table 0 funcref)", 9)] {
+            let refused = deploy(&runtime, "t", "wide", &wide, "").unwrap_err();
+            assert!(matches!(&refused, Failure::Rejected(Rejection::ModuleOverLimits { .. })), "{refused}");
+        }
+
+        let running = Arc::new(RunningCall {
+            id: 0,
+            serving: crate::catalog::Serving::only(function),
+            account: runtime.admission.account("t"),
+            surroundings: runtime.surroundings.clone(),
+            arrived: Instant::now(),
+            queued: Duration::ZERO,
+            deadline_ms: 1000,
+            may_reuse: false,
+            used: Used::default(),
+            series: Arc::default(),
+            span: tracing::Span::none(),
+        });
+        let store = state::store(runtime.engines.get(EngineKind::Plain), &running, None);
+        let ours = runtime.pool.cannot_start(&store, &wasmtime::Error::msg("/dev/shm: no space left"));
+        assert!(matches!(&ours, GuestError::Bug(_)), "{ours:?}");
+    }
 }

@@ -1,16 +1,18 @@
 //! Functions: deploy, list, show, revisions, rollback, traffic, delete.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::io::Read;
 
 use axum::Json;
 use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse, Response};
-use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
+use base64::read::DecoderReader;
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
-use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings, SettingsPatch};
+use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings, SettingsPatch, Traffic};
 use tensor_wasm_exec::engine::compile::CompileCost;
 use tensor_wasm_exec::guest::signature::ExportSignature;
 use utoipa::ToSchema;
@@ -25,15 +27,24 @@ use crate::{body, upload};
 const BASE64_GROWTH: f64 = 1.37;
 const JSON_SLACK_BYTES: usize = 64 << 10;
 
-/// The largest module that is taken as base64 in JSON, which is held in memory twice. Larger ones are streamed to disk.
+/// The largest module that is taken as base64 in JSON: the request's body is held in memory until the module is on
+/// disk. Larger ones are sent as they are, which streams them there.
 const JSON_MODULE_BYTES_MAX: usize = 64 << 20;
+
+/// Text with escapes cannot be read in place: the parser collects it once, and the request has a copy of that.
+const ESCAPED_COPIES: usize = 2;
+
+/// Base64 is decoded in pieces of so many bytes, so that the module is never in memory as a whole.
+const DECODED_PIECE_BYTES: usize = 64 << 10;
 
 #[derive(Debug, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct DeployRequest {
+pub(crate) struct DeployRequest<'a> {
     name: String,
     /// The module or component, base64.
-    wasm_b64: String,
+    #[serde(borrow)]
+    #[schema(value_type = String)]
+    wasm_b64: Cow<'a, str>,
     #[serde(default, deserialize_with = "settings_object")]
     settings: SettingsRequest,
 }
@@ -303,7 +314,7 @@ pub(crate) struct DeployQuery {
 }
 
 /// Deploys a function: JSON with the module in base64, or the module itself as `application/wasm` with `?name=`.
-#[utoipa::path(post, path = "/functions", request_body = DeployRequest,
+#[utoipa::path(post, path = "/functions", request_body = DeployRequest<'_>,
     params(("name" = Option<String>, Query, description = "with an application/wasm body"),
            ("settings" = Option<String>, Query, description = "JSON object, with an application/wasm body")),
     responses((status = 201, body = DeployedView), (status = 400), (status = 408), (status = 413)))]
@@ -344,20 +355,28 @@ async fn deploy_for(
             None => SettingsRequest::default(),
         };
         let (wasm, share) = upload::receive(gateway, tenant, body).await?;
-        (wasm, settings, Some(share))
+        (wasm, settings, share)
     } else {
         let bytes_max = grown(gateway.runtime.config.limits_of(tenant).module_bytes_max.min(JSON_MODULE_BYTES_MAX));
         let json = body::read(gateway, tenant, body, bytes_max).await.map_err(as_module)?;
-        let request: DeployRequest = serde_json::from_slice(&json.bytes)
+        let copies = if json.bytes.contains(&b'\\') { ESCAPED_COPIES } else { 0 };
+        let _copies = gateway.bodies.counted(tenant, json.bytes.len().saturating_mul(copies))?;
+        let request: DeployRequest<'_> = serde_json::from_slice(&json.bytes)
             .map_err(|e| ApiError::bad_request("invalid_json", format!("the request body: {e}")))?;
         *name = request.name;
-        let wasm = BASE64
-            .decode(request.wasm_b64.as_bytes())
-            .map_err(|e| ApiError::bad_request("invalid_base64", format!("wasm_b64: {e}")))?;
+        let share = upload::share(gateway, tenant, base64::decoded_len_estimate(request.wasm_b64.len()))?;
         let mut upload = gateway.runtime.upload(tenant)?;
-        upload.write(&wasm).await?;
-        drop(json);
-        (upload.finish().await?, request.settings, None)
+        let mut decoder = DecoderReader::new(request.wasm_b64.as_bytes(), &BASE64);
+        let mut piece = Vec::with_capacity(DECODED_PIECE_BYTES);
+        loop {
+            piece.clear();
+            let read = decoder.by_ref().take(DECODED_PIECE_BYTES as u64).read_to_end(&mut piece);
+            if read.map_err(|e| ApiError::bad_request("invalid_base64", format!("wasm_b64: {e}")))? == 0 {
+                break;
+            }
+            upload.write(&piece).await?;
+        }
+        (upload.finish().await?, request.settings, share)
     };
     let (runtime, tenant, deployed_name) = (gateway.runtime.clone(), tenant.to_owned(), name.clone());
     // Not on this thread: it compiles and syncs files. Not tied to this connection either: once the module is here, a
@@ -454,26 +473,11 @@ pub(crate) async fn rollback(
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    change(&gateway, "function.rollback", &f, &headers, body, |function, request: RollbackRequest| {
-        let revision = match request.revision {
-            Some(revision) => revision,
-            None => previous(function)?,
-        };
-        Ok(vec![(revision, 1)])
+    change(&gateway, "function.rollback", &f, &headers, body, |request: RollbackRequest| match request.revision {
+        Some(revision) => Traffic::Shares(vec![(revision, 1)]),
+        None => Traffic::Previous,
     })
     .await
-}
-
-fn previous(function: &FunctionRecord) -> Result<String, ApiError> {
-    let current = function.current().map(|r| &r.revision);
-    let at = function.revisions.iter().position(|r| Some(&r.revision) == current).unwrap_or(0);
-    match at.checked_sub(1) {
-        Some(before) => Ok(function.revisions[before].revision.as_str().to_owned()),
-        None => {
-            let message = format!("function {:?} has no revision deployed before the current one", function.name);
-            Err(ApiError::new(StatusCode::CONFLICT, "conflict", message))
-        }
-    }
 }
 
 #[derive(Debug, Deserialize, ToSchema)]
@@ -491,8 +495,8 @@ pub(crate) async fn traffic(
     headers: HeaderMap,
     body: Body,
 ) -> Response {
-    change(&gateway, "function.traffic", &f, &headers, body, |_, request: TrafficRequest| {
-        Ok(request.shares.into_iter().map(|s| (s.revision, s.weight)).collect())
+    change(&gateway, "function.traffic", &f, &headers, body, |request: TrafficRequest| {
+        Traffic::Shares(request.shares.into_iter().map(|s| (s.revision, s.weight)).collect())
     })
     .await
 }
@@ -503,7 +507,7 @@ async fn change<R: serde::de::DeserializeOwned>(
     f: &str,
     headers: &HeaderMap,
     body: Body,
-    shares: impl FnOnce(&FunctionRecord, R) -> Result<Vec<(String, u32)>, ApiError>,
+    traffic: impl FnOnce(R) -> Traffic,
 ) -> Response {
     let tenant = match gateway.tokens.tenant(headers) {
         Ok(tenant) => tenant,
@@ -512,10 +516,9 @@ async fn change<R: serde::de::DeserializeOwned>(
     let result = async {
         let body = body::read_call(gateway, &tenant, body).await?;
         let request = super::invoke::parse_json(&body.bytes)?;
-        let function = gateway.runtime.catalog.resolve(&tenant, f)?;
-        let shares = shares(&function, request)?;
+        let to = traffic(request);
         let (runtime, tenant, f) = (gateway.runtime.clone(), tenant.clone(), f.to_owned());
-        let work = async move { runtime.catalog.set_traffic(&tenant, &f, &shares).await };
+        let work = async move { runtime.set_traffic(&tenant, &f, &to).await };
         let changed = gateway.runtime.background().spawn(work).await;
         let changed = changed.map_err(internal)??;
         Ok(FunctionView::of(&changed, gateway, headers).answer(StatusCode::OK))

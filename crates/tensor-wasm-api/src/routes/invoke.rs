@@ -10,13 +10,14 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tensor_wasm_exec::{Call, Failure, Fault, Invocation, Outcome, Output, Usage};
+use tensor_wasm_exec::catalog::FunctionRecord;
+use tensor_wasm_exec::{Call, Failure, Fault, Invocation, Outcome, Output, Runtime, Usage};
 use utoipa::ToSchema;
 
 use crate::body;
 use crate::error::ApiError;
 use crate::extract::{Path, Query, whole_if_any};
-use crate::gateway::{ServedRevision, Shared, audited};
+use crate::gateway::{INVOKE_EVENT, ServedRevision, Shared, audited};
 use crate::trace::Trace;
 
 pub(crate) const OCTETS: &str = "application/octet-stream";
@@ -39,6 +40,8 @@ pub(crate) struct InvokeRequest {
 pub(crate) struct InvokeResponse {
     pub function_id: String,
     pub revision: String,
+    /// What the function is, as in its description. The result of a command is its output and its exit code.
+    pub kind: Option<&'static str>,
     pub result: Value,
     /// The export returned the error case of its `result`: `{"err": …}` is an error and not a record of that field.
     pub is_err: bool,
@@ -86,7 +89,7 @@ pub(crate) async fn invoke(
     };
     let result = async {
         // Known before the body is read: a flood of calls to nothing costs little.
-        gateway.runtime.catalog.resolve(&tenant, &f)?;
+        let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
         let body = body::read_call(&gateway, &tenant, body).await?;
         let is_bytes = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(OCTETS.as_bytes()));
         let (call, deadline_ms) = if is_bytes {
@@ -105,21 +108,31 @@ pub(crate) async fn invoke(
         };
         let outcome = gateway.runtime.invoke(invocation).await?;
         let revision = ServedRevision(outcome.revision().as_str().to_owned());
-        let mut response = answer(outcome, gateway.runtime.config.limits_of(&tenant).output_bytes_max)?;
+        let kind = served_kind(&gateway.runtime, &function, &outcome);
+        let mut response = answer(outcome, kind, gateway.runtime.config.limits_of(&tenant).output_bytes_max)?;
         response.extensions_mut().insert(revision);
         Ok(response)
     };
-    audited("function.invoke", &tenant, &f, result.await)
+    audited(INVOKE_EVENT, &tenant, &f, result.await)
 }
 
-fn answer(outcome: Outcome, output_bytes_max: usize) -> Result<Response, ApiError> {
+/// The kind of the revision that served a call: known from before it, unless that was deployed in between.
+pub(crate) fn served_kind(runtime: &Runtime, before: &FunctionRecord, outcome: &Outcome) -> Option<&'static str> {
+    let kind = |function: &FunctionRecord| function.revision(outcome.revision()).map(|served| served.kind.as_str());
+    kind(before).or_else(|| {
+        let now = runtime.catalog.resolve(&before.tenant, &before.name).ok()?;
+        kind(&now)
+    })
+}
+
+fn answer(outcome: Outcome, kind: Option<&'static str>, output_bytes_max: usize) -> Result<Response, ApiError> {
     let (function_id, revision) = (outcome.function_id().to_owned(), outcome.revision().as_str().to_owned());
     let Outcome { output, is_err, usage, .. } = outcome;
     let too_large = || Failure::Faulted(Fault::OutputTooLarge { bytes_max: output_bytes_max }, usage);
     match output {
         Output::Value(result) => {
-            let json =
-                serde_json::to_vec(&InvokeResponse { function_id, revision, result, is_err, usage: usage.into() });
+            let response = InvokeResponse { function_id, revision, kind, result, is_err, usage: usage.into() };
+            let json = serde_json::to_vec(&response);
             let json = json.map_err(|e| ApiError::from(Failure::Bug(tensor_wasm_exec::Bug(e.to_string()))))?;
             if json.len() > output_bytes_max {
                 return Err(too_large().into());
@@ -139,11 +152,12 @@ pub(crate) fn parse_json<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result
 }
 
 /// The same shape for other routes that end with a result.
-pub(crate) fn done(outcome: Outcome) -> Json<InvokeResponse> {
+pub(crate) fn done(outcome: Outcome, kind: Option<&'static str>) -> Json<InvokeResponse> {
     let (function_id, revision) = (outcome.function_id().to_owned(), outcome.revision().as_str().to_owned());
-    let result = match outcome.output {
+    let Outcome { output, is_err, usage, .. } = outcome;
+    let result = match output {
         Output::Value(value) => value,
         Output::Bytes(_) | Output::Response(_) => Value::Null,
     };
-    Json(InvokeResponse { function_id, revision, result, is_err: outcome.is_err, usage: outcome.usage.into() })
+    Json(InvokeResponse { function_id, revision, kind, result, is_err, usage: usage.into() })
 }

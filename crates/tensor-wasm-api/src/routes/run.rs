@@ -13,7 +13,7 @@ use tensor_wasm_exec::{Call, Invocation, Output};
 use crate::auth::{DEFAULT_TENANT, TENANT_HEADER};
 use crate::error::ApiError;
 use crate::extract::Path;
-use crate::gateway::{Gateway, ServedRevision, Shared, audited};
+use crate::gateway::{Gateway, RUN_EVENT, ServedRevision, Shared, audited};
 use crate::hosts::FunctionHost;
 use crate::trace::Trace;
 use crate::{body, guard};
@@ -96,13 +96,13 @@ async fn run(gateway: &Shared, destination: Destination<'_>, trace: Trace, reque
     let mut response = match tenant(gateway, &destination, request.headers()) {
         Ok(tenant) => {
             let result = serve(gateway, &tenant, &destination, trace, request).await;
-            audited("function.run", &tenant, destination.name, result)
+            audited(RUN_EVENT, &tenant, destination.name, result)
         }
         Err(error) => error.into_response(),
     };
     match destination.mount {
         Mount::Segments(_) => guard::sandbox(response.headers_mut()),
-        Mount::Host { is_shared: true, .. } => guard::host_only_cookies(response.headers_mut()),
+        Mount::Host { is_shared: true, .. } => guard::host_only(response.headers_mut()),
         Mount::Host { is_shared: false, .. } => {}
     }
     response
@@ -166,11 +166,9 @@ fn for_guest(
         parts.headers.remove(header::AUTHORIZATION);
     }
     trace.hand_on(&mut parts.headers);
-    if !parts.headers.contains_key(header::HOST) {
-        // HTTP/1.0 has none; a guest expects one.
-        parts.headers.insert(header::HOST, HeaderValue::from_static("localhost"));
-    }
-    parts.uri = below(&parts.uri, mount)?;
+    // HTTP/1.0 has none; a guest expects one.
+    let host = parts.headers.entry(header::HOST).or_insert(HeaderValue::from_static("localhost"));
+    parts.uri = full(host, below(&parts.uri, mount)?);
     parts.extensions = http::Extensions::new();
     Ok(http::Request::from_parts(parts, body::for_guest(body, gateway.body_idle())))
 }
@@ -190,9 +188,26 @@ fn below(uri: &Uri, mount: Mount) -> Result<Uri, ApiError> {
     text.parse().map_err(|e| ApiError::bad_request("invalid_args", format!("the path: {e}")))
 }
 
+/// A URI with the scheme that we speak and the host that was asked for; without them if that is no authority.
+fn full(host: &HeaderValue, path: Uri) -> Uri {
+    let mut parts = path.clone().into_parts();
+    parts.scheme = Some(uri::Scheme::HTTP);
+    parts.authority = uri::Authority::try_from(host.as_bytes()).ok();
+    Uri::from_parts(parts).unwrap_or(path)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_guest_sees_a_full_uri() {
+        let full =
+            |host: &'static str, path: &str| full(&HeaderValue::from_static(host), path.parse().unwrap()).to_string();
+        assert_eq!(full("hello.acme.localhost:8080", "/a?b=c"), "http://hello.acme.localhost:8080/a?b=c");
+        assert_eq!(full("[::1]:80", "/"), "http://[::1]:80/");
+        assert_eq!(full("no authority", "/a"), "/a");
+    }
 
     #[test]
     fn the_guest_sees_its_own_path() {

@@ -15,15 +15,16 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
 use http_body::Frame;
 use serde_json::{Value, json};
+use tensor_wasm_exec::catalog::FunctionRecord;
 use tensor_wasm_exec::{Call, Failure, Invocation, Outcome, Runtime};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::invoke::{InvokeRequest, OCTETS, done, parse_json};
+use super::invoke::{InvokeRequest, OCTETS, done, parse_json, served_kind};
 use crate::body;
 use crate::error::ApiError;
 use crate::extract::Path;
-use crate::gateway::{Shared, audited};
+use crate::gateway::{INVOKE_STREAM_EVENT, Shared, audited};
 use crate::trace::Trace;
 
 /// Pieces between the guest and a slow client; a full line makes the guest wait.
@@ -44,7 +45,7 @@ pub(crate) async fn invoke(
         Err(error) => return error.into_response(),
     };
     let result = async {
-        gateway.runtime.catalog.resolve(&tenant, &f)?;
+        let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
         let body = body::read_call(&gateway, &tenant, body).await?;
         let InvokeRequest { export, args, stdin, deadline_ms } = parse_json(&body.bytes)?;
         let (stdout, chunks) = mpsc::channel(CHUNKS_WAITING_MAX);
@@ -59,14 +60,14 @@ pub(crate) async fn invoke(
         // Spawned, so that its deadline holds even while the client reads nothing.
         let call = gateway.runtime.background().spawn(async move { runtime.invoke(invocation).await });
         let raw = headers.get(header::ACCEPT).is_some_and(|v| v.as_bytes().starts_with(OCTETS.as_bytes()));
-        let stream =
-            Stream { chunks, call: Some(Aborting(call)), raw, tail: Vec::new(), runtime: gateway.runtime.clone() };
+        let (call, runtime) = (Some(Aborting(call)), gateway.runtime.clone());
+        let stream = Stream { chunks, call, raw, tail: Vec::new(), runtime, function };
         let content_type = HeaderValue::from_static(if raw { OCTETS } else { "text/event-stream" });
         let no_store = HeaderValue::from_static("no-store");
         let headers = [(header::CONTENT_TYPE, content_type), (header::CACHE_CONTROL, no_store)];
         Ok((headers, Body::new(stream)).into_response())
     };
-    audited("function.invoke_stream", &tenant, &f, result.await)
+    audited(INVOKE_STREAM_EVENT, &tenant, &f, result.await)
 }
 
 /// A call that ends with the response it belongs to.
@@ -85,6 +86,8 @@ struct Stream {
     /// The beginning of a character whose rest has not come yet.
     tail: Vec<u8>,
     runtime: Arc<Runtime>,
+    /// As it was when the call began.
+    function: Arc<FunctionRecord>,
 }
 
 impl http_body::Body for Stream {
@@ -109,7 +112,10 @@ impl http_body::Body for Stream {
         Poll::Ready(match (this.raw, ended) {
             (true, Ok(_)) => None,
             (true, Err(failure)) => Some(Err(failure.to_string().into())),
-            (false, Ok(outcome)) => Some(Ok(Frame::data(event("done", &json!(done(outcome).0))))),
+            (false, Ok(outcome)) => {
+                let kind = served_kind(&this.runtime, &this.function, &outcome);
+                Some(Ok(Frame::data(event("done", &json!(done(outcome, kind).0)))))
+            }
             (false, Err(failure)) => Some(Ok(Frame::data(event("error", &ApiError::from(failure).body())))),
         })
     }

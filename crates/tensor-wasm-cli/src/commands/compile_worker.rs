@@ -1,7 +1,6 @@
-#![expect(clippy::print_stdout, reason = "the answer to the server is read from stdout")]
-
 use std::process::ExitCode;
 
+use crate::output::outln;
 use crate::{Ended, Failed};
 
 /// Compile one module for the server that started this process.
@@ -12,7 +11,7 @@ pub(crate) struct CompileWorker {
 
 impl CompileWorker {
     pub(crate) fn execute(self) -> Ended {
-        println!("{}", tensor_wasm_exec::engine::compile::worker(&self.order).map_err(Failed::Usage)?);
+        outln!("{}", tensor_wasm_exec::engine::compile::worker(&self.order).map_err(Failed::Usage)?);
         Ok(ExitCode::SUCCESS)
     }
 }

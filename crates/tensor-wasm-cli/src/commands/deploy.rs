@@ -1,5 +1,3 @@
-#![expect(clippy::print_stdout, reason = "the deployed function is the command's result")]
-
 use std::fs::File;
 use std::io::{IsTerminal, Read, Seek};
 use std::path::{Path, PathBuf};
@@ -13,6 +11,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value};
 
 use crate::client::{Client, segment};
+use crate::output::outln;
 use crate::table::{field, print_json, short};
 use crate::{Ended, Failed, Global};
 
@@ -98,7 +97,7 @@ impl Deploy {
             print_json(&function);
             return Ok(ExitCode::SUCCESS);
         }
-        println!(
+        outln!(
             "deployed {} ({}), revision {}",
             field(&function, "name"),
             field(&function, "kind"),
@@ -106,14 +105,14 @@ impl Deploy {
         );
         if let Some(wall_ms) = function["compiled"]["wall_ms"].as_u64().filter(|ms| *ms >= NOTED_MS_MIN) {
             let cpu_ms = function["compiled"]["cpu_ms"].as_u64().unwrap_or(0);
-            println!("compiled in {:.1} s ({:.1} s of CPU time)", wall_ms as f64 / 1e3, cpu_ms as f64 / 1e3);
+            outln!("compiled in {:.1} s ({:.1} s of CPU time)", wall_ms as f64 / 1e3, cpu_ms as f64 / 1e3);
         }
         match function["address"].as_str() {
-            Some(address) => println!("{address}"),
+            Some(address) => outln!("{address}"),
             None if field(&function, "kind").ends_with("_exports") => {
-                println!("try: tensor-wasm invoke {} --export NAME", field(&function, "name"));
+                outln!("try: tensor-wasm invoke {} --export NAME", field(&function, "name"));
             }
-            None => println!("try: tensor-wasm invoke {}", field(&function, "name")),
+            None => outln!("try: tensor-wasm invoke {}", field(&function, "name")),
         }
         Ok(ExitCode::SUCCESS)
     }

@@ -1,4 +1,4 @@
-use std::io::{Read, Write};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use ureq::http::Method;
 
 use crate::client::{ANSWER_BYTES_MAX, Client, segment};
-use crate::output::{outln, write};
+use crate::output::{outln, write, write_bytes};
 use crate::progress::Waiting;
 use crate::table::{field, print_json};
 use crate::{Ended, Failed, Global};
@@ -79,19 +79,20 @@ impl Invoke {
         let answer = answer.map_err(|failed| self.explained(failed))?;
         let result = &answer["result"];
         // A command's result is its output and its exit code, as if it had run here.
-        let command = result["exit_code"].as_i64().zip(result["stdout"].as_str());
-        match command {
-            _ if global.json => print_json(&answer),
-            Some((_, stdout)) => {
-                write(format_args!("{stdout}"));
-                eprint!("{}", result["stderr"].as_str().unwrap_or_default());
-            }
-            None => outln!("{result}"),
+        let is_command = answer["kind"].as_str().is_some_and(|kind| kind.ends_with("_command"));
+        if global.json {
+            print_json(&answer);
+        } else if is_command {
+            write(format_args!("{}", field(result, "stdout")));
+            eprint!("{}", field(result, "stderr"));
+        } else {
+            outln!("{result}");
         }
-        Ok(match command {
-            Some((code, _)) => ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1)),
-            None if is_err(&client, &name, self.export.as_deref(), result) => ExitCode::from(1),
-            None => ExitCode::SUCCESS,
+        Ok(if is_command {
+            let code = result["exit_code"].as_i64().unwrap_or(1);
+            ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1))
+        } else {
+            ExitCode::from(u8::from(answer["is_err"] == true))
         })
     }
 
@@ -104,13 +105,11 @@ impl Invoke {
         drop(waiting);
         let answer = answer.map_err(|failed| self.explained(failed))?;
         match &self.output {
-            Some(file) => std::fs::write(file, &answer),
-            None => std::io::stdout().write_all(&answer).and_then(|()| std::io::stdout().flush()),
+            Some(file) => {
+                std::fs::write(file, &answer).map_err(|e| Failed::No(format!("--out {}: {e}", file.display())))?;
+            }
+            None => write_bytes(&answer),
         }
-        .map_err(|e| match &self.output {
-            Some(file) => Failed::No(format!("--out {}: {e}", file.display())),
-            None => Failed::No(format!("stdout: {e}")),
-        })?;
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -173,31 +172,6 @@ fn parse_args(text: &str) -> Result<Value, Failed> {
         let expected = "expected JSON such as '[1,\"two\"]', @FILE or - for stdin";
         Failed::Usage(format!("--args: {why} at line {line}, column {column}, near {near}; {expected}"))
     })
-}
-
-/// Whether a result is WIT's `err`. As JSON it looks like a record with the one field `err`, so the signature decides,
-/// where the server knows it.
-fn is_err(client: &Client, name: &str, export: Option<&str>, result: &Value) -> bool {
-    let has_the_look = result.as_object().is_some_and(|fields| fields.len() == 1 && fields.contains_key("err"));
-    if !has_the_look {
-        return false;
-    }
-    let Ok(function) = client.get(&format!("/functions/{name}")) else { return true };
-    let exports = function["exports"].as_array().map(Vec::as_slice).unwrap_or_default();
-    // An export of an interface may be called by its last part alone.
-    let last = |name: &str| name.rsplit('#').next().unwrap_or(name).to_owned();
-    let of = |wanted: &str| {
-        let named = |f: &&Value| f["name"].as_str().is_some_and(|name| name == wanted);
-        let ending = |f: &&Value| f["name"].as_str().is_some_and(|name| last(name) == wanted);
-        exports.iter().find(named).or_else(|| exports.iter().find(ending))
-    };
-    let found = match (export, exports) {
-        (Some(export), _) => of(export),
-        (None, [only]) => Some(only),
-        (None, _) => None,
-    };
-    let ty = found.and_then(|export| export["results"][0].as_str());
-    ty.is_none_or(|ty| ty == "result" || ty.starts_with("result<"))
 }
 
 #[cfg(test)]

@@ -1,11 +1,10 @@
-#![expect(clippy::print_stdout, reason = "what changed is the command's result")]
-
 use std::process::ExitCode;
 
 use serde_json::json;
 use ureq::http::Method;
 
 use crate::client::{Client, segment};
+use crate::output::outln;
 use crate::table::{field, print_json, short};
 use crate::{Ended, Global};
 
@@ -26,7 +25,7 @@ impl Rollback {
         if global.json {
             print_json(&function);
         } else {
-            println!("{} is at revision {}", field(&function, "name"), short(&field(&function, "revision")));
+            outln!("{} is at revision {}", field(&function, "name"), short(&field(&function, "revision")));
         }
         Ok(ExitCode::SUCCESS)
     }

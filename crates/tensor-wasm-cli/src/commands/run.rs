@@ -1,5 +1,3 @@
-#![expect(clippy::print_stdout, reason = "the export's results go to stdout")]
-
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -8,6 +6,7 @@ use tensor_wasm_exec::engine::cpu_kernels;
 use tensor_wasm_exec::local::{ANY_ADDRESS, Denied, LocalError, LocalOutcome, LocalRun};
 use tensor_wasm_gpu::{Device, DeviceChoice, OpenOptions};
 
+use crate::output::outln;
 use crate::{Ended, Failed};
 
 /// Run a module or component here, with this terminal's stdin, stdout and stderr.
@@ -79,7 +78,7 @@ impl Run {
         match outcome {
             Ok(LocalOutcome::Exit(code)) => Ok(ExitCode::from(u8::try_from(code & 0xff).unwrap_or(1))),
             Ok(LocalOutcome::Returned { values, is_err }) => {
-                values.iter().for_each(|value| println!("{value}"));
+                values.iter().for_each(|value| outln!("{value}"));
                 Ok(ExitCode::from(u8::from(is_err)))
             }
             Err(LocalError::Input(message)) => Err(Failed::Usage(message)),

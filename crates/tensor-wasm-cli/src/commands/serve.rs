@@ -1,5 +1,3 @@
-#![expect(clippy::print_stdout, reason = "--print-config")]
-
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::Sender;
@@ -11,6 +9,7 @@ use tensor_wasm_exec::{Config, Runtime};
 use tensor_wasm_gpu::{Device, DeviceChoice, DeviceEvent, DeviceKind, Events, OpenOptions, Placement};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::output::write;
 use crate::{Ended, Failed};
 
 /// Serve functions over HTTP until interrupted; then finish running calls and exit 0.
@@ -62,7 +61,7 @@ impl Serve {
         }
         config.check().map_err(Failed::Usage)?;
         if self.print_config {
-            print!("{}", config.explained().map_err(Failed::No)?);
+            write(format_args!("{}", config.explained().map_err(Failed::No)?));
             return Ok(ExitCode::SUCCESS);
         }
         let secrets = SecretsAccess { key: secrets_key(&config)?, forget: self.forget_secrets };

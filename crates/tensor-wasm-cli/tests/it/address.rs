@@ -118,7 +118,8 @@ fn public_functions_of_any_tenant_are_reached_without_a_header() {
 #[test]
 fn a_domain_and_routes_come_from_the_configuration() {
     let config = "[server]\ndomain = \"https://fn.example.com\"\nhosts = [\"api.example.com\"]\n[server.routes]\n\
-                  \"shop.example.com\" = \"default/lab\"\n\"example.com/lab\" = \"default/lab\"\n";
+                  \"shop.example.com\" = \"default/lab\"\n\"example.com/lab\" = \"default/lab\"\n\
+                  \"shop.fn.example.com\" = \"default/lab\"\n";
     let server = Server::with(Options::config(config));
     server.deploy("lab", "http-lab.wasm");
     let other = server.deploy("other", "http-lab.wasm");
@@ -127,6 +128,17 @@ fn a_domain_and_routes_come_from_the_configuration() {
     assert_eq!(get("lab.default.fn.example.com", "/path").text(), "/path");
     assert_eq!(get("shop.example.com:8080", "/functions").text(), "the lab has no such experiment\n");
     assert_eq!(get("example.com", "/lab/path?x").text(), "/path?x");
+    // Below the domain, other tenants' functions are on its siblings: also where the operator gave it the host.
+    let wish = "/respond-with?clear-site-data=%22*%22&set-cookie=a%3Db;%20Domain%3Dexample.com";
+    let own = get("shop.example.com", wish);
+    assert_eq!(
+        (own.header("clear-site-data"), own.header("set-cookie")),
+        (Some("\"*\""), Some("a=b; Domain=example.com"))
+    );
+    for host in ["shop.fn.example.com", "lab.default.fn.example.com", "lab.default.localhost"] {
+        let shared = get(host, wish);
+        assert_eq!((shared.header("clear-site-data"), shared.header("set-cookie")), (None, Some("a=b")), "{host}");
+    }
     get("example.com", "/functions").refused(404, "not_found");
     assert!(get("api.example.com", "/functions").ok().is_array());
     assert!(get("fn.example.com", "/functions").ok().is_array());

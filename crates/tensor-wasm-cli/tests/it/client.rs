@@ -142,6 +142,63 @@ fn a_function_that_returns_err_exits_with_1() {
     assert_eq!(left.status.code(), Some(7));
 }
 
+/// Invokes a function of a server that gives this answer, once. The request comes back too.
+fn answered(answer: &Value) -> (Output, String) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = listener.local_addr().unwrap().to_string();
+    let body = answer.to_string();
+    let server = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let mut request = Vec::new();
+        // Its last byte is the end of its JSON.
+        while !request.ends_with(b"}") {
+            let mut buffer = [0; 4096];
+            let n = stream.read(&mut buffer).unwrap();
+            assert!(n > 0, "{}", String::from_utf8_lossy(&request));
+            request.extend_from_slice(&buffer[..n]);
+        }
+        let head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close";
+        write!(stream, "{head}\r\ncontent-length: {}\r\n\r\n{body}", body.len()).unwrap();
+        String::from_utf8(request).unwrap()
+    });
+    let output = tensor_wasm(&["--server", &addr, "invoke", "f"]);
+    (output, server.join().unwrap())
+}
+
+#[test]
+fn what_a_result_is_the_server_says() {
+    let check = |kind: &str, result: Value, is_err: bool, code: i32, out: &str| {
+        let (output, request) = answered(&json!({ "kind": kind, "result": result, "is_err": is_err }));
+        assert_eq!((output.status.code(), stdout(&output).as_str()), (Some(code), out), "{}", stderr(&output));
+        let request = request.to_lowercase();
+        assert!(request.contains("content-length:") && !request.contains("transfer-encoding:"), "{request}");
+    };
+    // A record may look like an error or like a command's output.
+    check("component_exports", json!({ "err": 1 }), false, 0, "{\"err\":1}\n");
+    check("component_exports", json!({ "err": 1 }), true, 1, "{\"err\":1}\n");
+    let ended = json!({ "exit_code": 7, "stdout": "out" });
+    check("component_exports", ended.clone(), false, 0, "{\"exit_code\":7,\"stdout\":\"out\"}\n");
+    check("component_command", ended.clone(), false, 7, "out");
+    check("core_command", ended, false, 7, "out");
+    let server = Server::start();
+    for (name, file, kind) in [
+        ("typed", "typed.wasm", "component_exports"),
+        ("math", "math.wasm", "core_exports"),
+        ("command", "command.wasm", "component_command"),
+        ("command-p1", "command-p1.wasm", "core_command"),
+    ] {
+        server.deploy(name, file);
+        let body = match name {
+            "typed" => r#"{"export":"greet","args":["x"]}"#,
+            "math" => r#"{"export":"nothing"}"#,
+            _ => "{}",
+        };
+        assert_eq!(server.invoke(name, body).ok()["kind"], kind);
+        let streamed = server.post(&format!("/functions/{name}/invoke-stream"), body).text();
+        assert!(streamed.contains(&format!("\"kind\":\"{kind}\"")), "{streamed}");
+    }
+}
+
 #[test]
 fn arguments_come_from_files_and_stdin_and_mistakes_are_pointed_at() {
     let server = Server::start();
@@ -296,18 +353,35 @@ fn manual_pages_are_pages() {
 
 #[test]
 fn a_reader_that_leaves_is_no_failure() {
-    let server = Server::start();
-    let url = server.url("");
-    let mut child = Command::new(&*EXE)
-        .args(["--server", &url, "metrics"])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    drop(child.stdout.take());
-    let output = child.wait_with_output().unwrap();
-    assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""));
+    let server = Server::with(Options::default().env("TENSOR_WASM_SECRETS_KEY", "8f".repeat(32)));
+    server.deploy("f", "math.wasm");
+    server.deploy("typed", "typed.wasm");
+    let (math, typed) = (guest("math.wasm"), guest("typed.wasm"));
+    let (math, typed) = (math.to_str().unwrap(), typed.to_str().unwrap());
+    for args in [
+        &["metrics"][..],
+        &["deploy", typed, "--name", "f"],
+        &["show", "f"],
+        &["invoke", "f", "--export", "greet", "--args", r#"["x"]"#],
+        &["invoke", "f", "--export", "upper", "--in", math],
+        &["secret", "set", "f", "A", "--value-file", "/dev/null"],
+        &["secret", "list", "f"],
+        &["secret", "delete", "f", "A"],
+        &["rollback", "f"],
+        &["functions", "--json"],
+        &["delete", "f"],
+        &["serve", "--print-config"],
+        &["run", "--invoke", "add", math, "1", "2"],
+        &["completions", "bash"],
+    ] {
+        // Nobody is there when it begins.
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = Command::new(&*EXE);
+        command.args(args).env("TENSOR_WASM_SERVER", server.url("")).stdin(Stdio::null()).stdout(writer);
+        let output = command.stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(0), ""), "{args:?}");
+    }
 }
 
 #[test]

@@ -37,6 +37,14 @@ fn json_and_binary_uploads_make_the_same_revision() {
     assert_eq!(json.ok()["revision"], binary["revision"]);
     let source = blake3::hash(&wasm).to_hex().to_string();
     assert_eq!(server.get("/functions/a/revisions").ok()[0]["source"], source.as_str(), "the content's hash");
+    let escaped = b64.replacen('A', "\\u0041", 1);
+    let escaped = server.post("/functions", &format!(r#"{{"name":"c","wasm_b64":"{escaped}"}}"#)).ok();
+    assert_eq!(escaped["revision"], binary["revision"]);
+    // One of many pieces.
+    let hello = guest_bytes("hello.wasm");
+    let b64 = base64::engine::general_purpose::STANDARD.encode(&hello);
+    let pieces = server.post("/functions", &format!(r#"{{"name":"d","wasm_b64":"{b64}"}}"#)).ok();
+    assert_eq!(pieces["revision"], server.deploy_bytes("e", &hello).ok()["revision"]);
     assert_ne!(json.ok()["id"], binary["id"]);
     // By id as well as by name.
     let id = binary["id"].as_str().unwrap();
@@ -416,6 +424,7 @@ fn an_upload_that_breaks_off_leaves_nothing() {
 
 #[test]
 fn uploads_of_a_tenant_are_bounded_together() {
+    use base64::Engine;
     let server = Server::with(Options::config("[limits]\nuploads_bytes_max = 1000000\n"));
     let begin = |bytes: usize| {
         let mut stream = server.connect();
@@ -430,8 +439,14 @@ fn uploads_of_a_tenant_are_bounded_together() {
     let wasm = wat::parse_str(ONE).unwrap();
     let message = server.deploy_bytes("f", &wasm).refused(429, "tenant_capacity_exhausted");
     assert!(message.contains("uploads_bytes_max"), "{message}");
+    // In JSON it takes as much disk.
+    let b64 = base64::engine::general_purpose::STANDARD.encode(&wasm);
+    let in_json = || server.post("/functions", &format!(r#"{{"name":"f","wasm_b64":"{b64}"}}"#));
+    let message = in_json().refused(429, "tenant_capacity_exhausted");
+    assert!(message.contains("uploads_bytes_max"), "{message}");
     drop(stream);
     wait_until("the upload to be over", || server.deploy_bytes("f", &wasm).status == 201);
+    in_json().ok();
 }
 
 #[test]

@@ -116,9 +116,13 @@ fn a_damaged_source_is_named_and_the_rest_is_served() {
     std::fs::remove_dir_all(data.path().join("artifacts")).unwrap();
     let server = Server::with(Options::default().data(&data));
     assert_eq!(server.invoke("good", "{}").result(), 2);
-    let message = server.invoke("bad", "{}").refused(409, "conflict");
-    assert!(message.contains("quarantined") && message.contains(&revision[..12]), "{message}");
+    // A caller may be a stranger, who need not know where the data directory is.
+    let message = server.invoke("bad", "{}").refused(503, "capacity_exhausted");
+    assert!(message.contains("cannot be run at present") && !message.contains("sources/"), "{message}");
     wait_until("its mark", || server.get("/functions/bad/revisions").ok()[0]["quarantined"].is_string());
+    server.invoke("bad", "{}").refused(503, "capacity_exhausted");
+    let reason = server.get("/functions/bad").ok()["unavailable"].as_str().unwrap().to_owned();
+    assert!(reason.contains("quarantined") && reason.contains(&revision[..12]), "{reason}");
     assert!(quarantined(&data).iter().any(|name| name.contains(&bad)), "{:?}", quarantined(&data));
     // Deploying it again brings it back.
     server.deploy_bytes("bad", &module(1)).ok();
@@ -146,7 +150,7 @@ fn a_missing_source_is_said_at_start() {
     std::fs::remove_file(data.path().join(format!("sources/{}/{first}.wasm", &first[..2]))).unwrap();
     let server = Server::with(Options::default().data(&data));
     assert!(server.log_text().contains("quarantined function bad"), "{}", server.log_text());
-    server.invoke("bad", "{}").refused(409, "conflict");
+    server.invoke("bad", "{}").refused(503, "capacity_exhausted");
     assert_eq!(server.invoke("good", "{}").result(), 2);
 }
 

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use crate::support::{Options, Server, guest_bytes, read_all, send};
+use crate::support::{Options, Server, guest_bytes, read_all, send, wait_until};
 
 fn hostile(config: &str) -> Server {
     let server = Server::with(Options::config(config));
@@ -76,7 +76,7 @@ fn memory_stops_at_the_limits_and_comes_back() {
         for _ in 0..2 {
             scope.spawn(|| server.invoke("big", r#"{"deadline_ms":1500}"#).refused(504, "invoke_timeout"));
         }
-        crate::support::wait_until("two instances", || limits()["memory_used_bytes"] == 2 * 250 * 65536);
+        wait_until("two instances", || limits()["memory_used_bytes"] == 2 * 250 * 65536);
         let refused = server.invoke("big", r#"{"deadline_ms":1500}"#);
         let message = refused.refused(429, "tenant_capacity_exhausted");
         let expect = "is short of memory for its instances: 33554432 bytes is all there may be at once ([limits] \
@@ -89,7 +89,7 @@ fn memory_stops_at_the_limits_and_comes_back() {
         server.request("POST", "/functions?name=math", &theirs, &math).ok();
         server.request("POST", "/functions/math/invoke", &theirs[..1], br#"{"export":"nothing"}"#).ok();
     });
-    crate::support::wait_until("the memory", || limits()["memory_used_bytes"] == 0);
+    wait_until("the memory", || limits()["memory_used_bytes"] == 0);
 }
 
 #[test]
@@ -206,6 +206,48 @@ fn bodies_over_the_limit_are_refused() {
     let answer = String::from_utf8_lossy(&read_all(&mut stream)).into_owned();
     assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
     others_are_fine(&server);
+}
+
+#[test]
+fn bodies_are_charged_for_what_is_held() {
+    let server = hostile("[server]\nbody_bytes_max = 900000\n[limits]\nbodies_bytes_max = 1000000\n");
+    server.deploy("command", "command.wasm");
+    let begin = |function: &str| {
+        let mut stream = server.connect();
+        let head = "host: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n";
+        send(
+            &mut stream,
+            &format!("POST /functions/{function}/invoke HTTP/1.1\r\n{head}transfer-encoding: chunked\r\n\r\n"),
+        );
+        stream
+    };
+    let chunked = |function: &str, body: &str| {
+        let mut stream = begin(function);
+        send(&mut stream, &format!("{:x}\r\n{body}\r\n0\r\n\r\n", body.len()));
+        stream
+    };
+    let add = || {
+        let mut stream = chunked("math", r#"{"export":"add","args":[1,2]}"#);
+        String::from_utf8_lossy(&read_all(&mut stream)).into_owned()
+    };
+    // Without a length announced it is the most there may be, until it is known; then what came, however long the call
+    // takes.
+    let sleeping = chunked("command", r#"{"args":["sleep","60000"]}"#);
+    server.wait_for_metric("tensor_wasm_active_instances", 1.0);
+    let answer = add();
+    assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    drop(sleeping);
+    let coming = begin("math");
+    wait_until("its share to be taken", || add().starts_with("HTTP/1.1 429"));
+    drop(coming);
+    wait_until("its share to be back", || add().starts_with("HTTP/1.1 200"));
+    // A module in JSON is read in place; with escapes the text is copied, and the copies count too.
+    let deploy = |b64: &str| server.post("/functions", &format!(r#"{{"name":"x","wasm_b64":"{b64}"}}"#));
+    let b64 = "/".repeat(400_000);
+    deploy(&b64).refused(400, "invalid_wasm");
+    let message = deploy(&b64.replace('/', "\\/")).refused(429, "tenant_capacity_exhausted");
+    assert!(message.contains("bodies_bytes_max"), "{message}");
+    deploy(&"\\/".repeat(10_000)).refused(400, "invalid_wasm");
 }
 
 /// Sends a body one byte at a time until the server has had enough; returns what it says.

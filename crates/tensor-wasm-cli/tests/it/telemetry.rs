@@ -17,7 +17,7 @@ fn metrics_count_what_happens() {
     server.invoke("hostile", r#"{"export":"trap"}"#).refused(422, "guest_trap");
     server.get("/nowhere");
     let metric = |series: &str| server.metric(&format!("tensor_wasm_{series}"));
-    assert_eq!(metric(r#"http_requests_total{route="/run/{name}/",method="GET",status="200"}"#), 3.0);
+    assert_eq!(metric(r#"http_requests_total{route="/run/{name}/",method="GET",status="2xx"}"#), 3.0);
     assert_eq!(metric(r#"http_requests_total{route="/functions/{f}/invoke",method="POST",status="422"}"#), 1.0);
     assert_eq!(metric(r#"http_requests_total{route="/functions",method="POST",status="201"}"#), 2.0);
     assert_eq!(metric(r#"http_requests_total{route="unmatched",method="GET",status="404"}"#), 1.0);
@@ -38,6 +38,26 @@ fn metrics_count_what_happens() {
         assert_eq!(String::from_utf8_lossy(&known.stdout).trim(), "commit", "{sha}");
     }
     assert!(page.ends_with("# EOF\n"));
+}
+
+#[test]
+fn a_guest_makes_no_series_by_its_choice_of_status() {
+    let server = Server::start();
+    server.deploy("lab", "http-lab.wasm");
+    let host = format!("lab.default.localhost:{}", server.addr.rsplit_once(':').unwrap().1);
+    for status in [200, 204, 299, 404, 418, 499, 500, 599, 600, 700, 999] {
+        let path = format!("/status?{status}");
+        assert_eq!(server.get(&format!("/run/lab{path}")).status, status);
+        assert_eq!(server.get(&format!("/t/default/lab{path}")).status, status);
+        assert_eq!(server.request("GET", &path, &[("host", &host)], b"").status, status);
+    }
+    for route in ["/run/{name}/{*path}", "/t/{tenant}/{name}/{*path}", "{function}"] {
+        for (class, count) in [("2xx", 3.0), ("4xx", 3.0), ("5xx", 2.0), ("other", 3.0)] {
+            let series = format!(r#"tensor_wasm_http_requests_total{{route="{route}",method="GET",status="{class}"}}"#);
+            assert_eq!(server.metric(&series), count, "{series}");
+        }
+    }
+    assert_eq!(server.get("/metrics").text().matches(r#"status="999""#).count(), 0);
 }
 
 #[test]
@@ -202,16 +222,27 @@ fn the_audit_log_has_every_change_call_and_refusal() {
     server.request("POST", "/functions/math/invoke", &json, br#"{"export":"nothing"}"#).ok();
     server.request("POST", "/functions/math/invoke", &json, br#"{"export":"nope"}"#);
     server.request("POST", "/functions/math/invoke-async", &json, br#"{"export":"nothing"}"#).ok();
+    // Nothing was made by these, and nothing served.
+    call("POST", "/functions?name=math", b"nonsense");
+    server.request("POST", "/functions/math/rollback", &json, b"");
+    server.request("POST", "/functions/math/invoke-async", &json, b"{");
     server.request("DELETE", "/functions/math", &json, b"");
     server.request("GET", "/functions", &[("authorization", "Bearer wrong-token")], b"");
+    server.request("GET", "/functions", &[json[0], ("x-tensorwasm-tenant", "other")], b"");
+    server.request("GET", "/functions", &[json[0], ("origin", "http://evil.example")], b"");
     server.terminate();
     let expected = [
         ("function.deploy", "math", 201, None),
         ("function.invoke", "math", 200, None),
         ("function.invoke", "math", 400, Some("missing_export")),
         ("job.submit", "math", 202, None),
+        ("function.deploy", "math", 400, Some("invalid_wasm")),
+        ("function.rollback", "math", 409, Some("conflict")),
+        ("job.submit", "math", 400, Some("invalid_json")),
         ("function.delete", "math", 204, None),
         ("token.refused", "", 401, Some("unauthorized")),
+        ("token.refused", "", 403, Some("tenant_scope_denied")),
+        ("origin.refused", "", 403, Some("origin_denied")),
     ];
     wait_until("the audit lines", || server.audit.lock().unwrap().len() >= expected.len());
     let lines = server.audit.lock().unwrap().clone();
@@ -226,7 +257,7 @@ fn the_audit_log_has_every_change_call_and_refusal() {
         assert_eq!(line["trace_id"].as_str().unwrap().len(), 32, "{line}");
         assert_eq!(line["client"], "127.0.0.1", "{line}");
         assert_eq!(line["token"].as_str(), (status != 401).then_some("ci"), "{line}");
-        let has_revision = event.starts_with("function.") && event != "function.delete" || event == "job.submit";
+        let has_revision = event == "function.invoke" || event == "function.deploy" && status == 201;
         assert_eq!(line["revision"].as_str().map(str::len), has_revision.then_some(64), "{line}");
     }
 }

@@ -8,7 +8,7 @@
 //! manifests/ID.json               a copy of each function's record, from which the catalog can be rebuilt
 //! quarantine/                     what was found damaged, moved here with a reason beside it
 //! kernels/                        compiled kernels (`tensor-wasm-launch`)
-//! tmp/                            files being written; emptied at start
+//! tmp/                            files being written; emptied at start, once no other server can be writing them
 //! ```
 //!
 //! All of it is for this user only, whatever the umask: folders 0700, files 0600. Functions' environments, jobs'
@@ -34,7 +34,7 @@ impl Files {
     pub(crate) fn open(root: &Path) -> io::Result<Files> {
         let files = Files { root: root.to_owned(), serial: AtomicU64::new(0) };
         create_private_dir(root)?;
-        let folders = ["sources", "artifacts", "manifests", "quarantine", "kernels"].map(|dir| root.join(dir));
+        let folders = ["sources", "artifacts", "manifests", "quarantine", "kernels", "tmp"].map(|dir| root.join(dir));
         for dir in [root].into_iter().chain(folders.iter().map(PathBuf::as_path)) {
             create_private_dir(dir)?;
             match make_private(dir) {
@@ -45,12 +45,17 @@ impl Files {
                 other => other?,
             }
         }
-        let tmp = root.join("tmp");
-        match fs::remove_dir_all(&tmp) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-            _ => create_private_dir(&tmp)?,
-        }
         Ok(files)
+    }
+
+    /// Removes what an earlier server left half written. Only for who holds the store's lock: without it the files may
+    /// be a live server's uploads.
+    pub(crate) fn empty_tmp(&self) -> io::Result<()> {
+        let tmp = self.root.join("tmp");
+        match fs::remove_dir_all(&tmp) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => create_private_dir(&tmp),
+        }
     }
 
     pub(crate) fn store(&self) -> PathBuf {

@@ -20,6 +20,7 @@ use parking_lot::{Mutex, RwLock};
 use rand::Rng;
 
 pub(crate) use self::files::{Files, hash as hash_of_file, write_private};
+use self::record::Superseded;
 pub use self::record::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Share, SourceHash, check_name};
 use self::secrets::{OpenSecrets, Vault};
 pub use self::secrets::{Secret, SecretsKey};
@@ -45,10 +46,10 @@ pub struct Catalog {
     references: Mutex<HashMap<SourceHash, Reference>>,
     locks: Vec<tokio::sync::Mutex<()>>,
     vault: Vault,
-    /// Locks that serialise changes of one tenant's secrets, so that their number is counted before one is added. Taken
-    /// before a function's.
-    secret_locks: Vec<tokio::sync::Mutex<()>>,
-    /// Something was lost at start: sources without a function may belong to it and stay.
+    /// Locks that serialise what adds to a tenant's functions or secrets, so that their number is counted before one is
+    /// added. Taken before a function's.
+    tenant_locks: Vec<tokio::sync::Mutex<()>>,
+    /// A function's record or bytes were lost at start: sources without a function may belong to it and stay.
     is_incomplete: bool,
 }
 
@@ -71,6 +72,15 @@ struct Tenant {
     by_id: HashMap<Box<str>, Arc<FunctionRecord>>,
 }
 
+/// Where a function's traffic is to go.
+#[derive(Debug, Clone)]
+pub enum Traffic {
+    /// To one revision, or split between two by weight. Revisions may be given by prefix.
+    Shares(Vec<(String, u32)>),
+    /// All of it to the revision deployed before the current one, whichever that is by then.
+    Previous,
+}
+
 /// Something found damaged at start and set aside.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Damage {
@@ -83,7 +93,7 @@ pub struct Damage {
 pub(crate) enum SourceError {
     /// It is not what it was; nothing but deploying it again helps.
     Damaged(String),
-    /// It could not be read just now, which says nothing about it.
+    /// It could not be read just now, which says nothing about it. Without its path, which is in the log.
     Unreadable(String),
 }
 
@@ -126,6 +136,7 @@ impl Catalog {
             }
             Err(other) => return Err(other),
         };
+        files.empty_tmp().map_err(io)?;
         if secrets.forget {
             secrets::forget_all(&store)?;
         }
@@ -135,14 +146,16 @@ impl Catalog {
             files,
             store,
             vault,
-            secret_locks: locks(),
+            tenant_locks: locks(),
             index: RwLock::default(),
             references: Mutex::default(),
             locks: locks(),
             is_incomplete: false,
         };
-        catalog.load(&mut damages)?;
+        let lost_secrets = catalog.load(&mut damages)?;
+        // A lost secret says nothing about sources: its function is here and refers to its own.
         catalog.is_incomplete = !damages.is_empty();
+        damages.extend(lost_secrets);
         Ok((catalog, damages))
     }
 
@@ -174,8 +187,14 @@ impl Catalog {
         self.len() == 0
     }
 
-    pub(crate) fn count(&self, tenant: &str) -> usize {
-        self.index.read().tenants.get(tenant).map_or(0, |t| t.by_name.len())
+    /// Whether a tenant may have one more function.
+    pub(crate) fn check_room(&self, tenant: &str, functions_max: usize) -> Result<(), Rejection> {
+        if self.index.read().tenants.get(tenant).map_or(0, |t| t.by_name.len()) < functions_max {
+            return Ok(());
+        }
+        let why =
+            format!("tenant {tenant:?} has {functions_max} functions, which is its limit ([limits] functions_max)");
+        Err(Rejection::Conflict { why })
     }
 
     /// Every function of every tenant.
@@ -190,10 +209,14 @@ impl Catalog {
         &self,
         tenant: &str,
         name: &str,
-        revisions_max: usize,
+        limits: &Limits,
         revise: impl FnOnce(Option<&FunctionRecord>) -> Result<RevisionRecord, Rejection>,
     ) -> Result<Arc<FunctionRecord>, Rejection> {
+        let _counted = self.tenant_locks[lock_of(tenant)].lock().await;
         self.change(tenant, name, |old| {
+            if old.is_none() {
+                self.check_room(tenant, limits.functions_max)?;
+            }
             let mut revision = revise(old)?;
             let mut record = old.cloned().unwrap_or_else(|| FunctionRecord {
                 id: uuid::Uuid::now_v7().to_string(),
@@ -204,6 +227,7 @@ impl Catalog {
                 traffic: Vec::new(),
                 secret_names: BTreeSet::new(),
                 secrets: OpenSecrets::default(),
+                superseded: Superseded::default(),
             });
             record.traffic = vec![Share { revision: revision.revision.clone(), weight: 1 }];
             // Its bytes are there again, whole: also for the other revisions that have them.
@@ -223,7 +247,7 @@ impl Catalog {
                     record.revisions.push(revision);
                 }
             }
-            while record.revisions.len() > revisions_max {
+            while record.revisions.len() > limits.revisions_max {
                 let has_traffic = |r: &RevisionRecord| record.traffic.iter().any(|s| s.revision == r.revision);
                 let Some(oldest) = record.revisions.iter().position(|r| !has_traffic(r)) else { break };
                 record.revisions.remove(oldest);
@@ -234,26 +258,28 @@ impl Catalog {
         .ok_or_else(|| Rejection::Conflict { why: "the function vanished while it was deployed".to_owned() })
     }
 
-    /// Sends the traffic to one revision, or splits it between two by weight. Revisions may be given by prefix.
-    pub async fn set_traffic(
+    /// Sends a function's traffic elsewhere.
+    pub(crate) async fn set_traffic(
         &self,
         tenant: &str,
         name: &str,
-        shares: &[(String, u32)],
+        to: &Traffic,
     ) -> Result<Arc<FunctionRecord>, Rejection> {
-        if !(1..=2).contains(&shares.len()) {
-            let why = format!("traffic goes to one revision or is split between two, not {}", shares.len());
-            return Err(Rejection::InvalidArgs { why });
-        }
-        if shares.iter().any(|(_, weight)| *weight == 0 || *weight > WEIGHT_MAX) {
-            return Err(Rejection::InvalidArgs { why: format!("a weight is between 1 and {WEIGHT_MAX}") });
+        if let Traffic::Shares(shares) = to {
+            check_shares(shares)?;
         }
         let name = &self.resolve(tenant, name)?.name;
         self.change(tenant, name, |old| {
             let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
+            let chosen = match to {
+                Traffic::Shares(shares) => {
+                    let share = |(prefix, weight): &(String, u32)| Ok((record.find(prefix)?, *weight));
+                    shares.iter().map(share).collect::<Result<Vec<_>, Rejection>>()?
+                }
+                Traffic::Previous => vec![(record.previous()?, 1)],
+            };
             let mut traffic = Vec::new();
-            for (prefix, weight) in shares {
-                let revision = record.find(prefix)?;
+            for (revision, weight) in chosen {
                 if let Some(why) = &revision.quarantined {
                     return Err(Rejection::Quarantined {
                         name: name.clone(),
@@ -261,7 +287,7 @@ impl Catalog {
                         why: why.clone(),
                     });
                 }
-                traffic.push(Share { revision: revision.revision.clone(), weight: *weight });
+                traffic.push(Share { revision: revision.revision.clone(), weight });
             }
             if matches!(traffic.as_slice(), [a, b] if a.revision == b.revision) {
                 return Err(Rejection::InvalidArgs { why: "the two revisions of a split are the same".to_owned() });
@@ -273,14 +299,17 @@ impl Catalog {
         .ok_or_else(|| not_found(tenant, name))
     }
 
-    pub async fn delete(&self, tenant: &str, name: &str) -> Result<(), Rejection> {
+    /// Deletes a function and its secrets; returns it as it was.
+    pub(crate) async fn delete(&self, tenant: &str, name: &str) -> Result<FunctionRecord, Rejection> {
         let name = &self.resolve(tenant, name)?.name;
+        let mut deleted = None;
         self.change_with(tenant, name, |old| {
             let old = old.ok_or_else(|| not_found(tenant, name))?;
+            deleted = Some(old.clone());
             Ok((None, old.secret_names.iter().map(|key| secrets::remove(old, key)).collect()))
         })
         .await?;
-        Ok(())
+        deleted.ok_or_else(|| not_found(tenant, name))
     }
 
     /// Gives a function a secret, or a secret another value.
@@ -297,7 +326,7 @@ impl Catalog {
             let (what, limit) = ("the secret's value", "[limits] secret_bytes_max");
             return Err(Rejection::TooLarge { what, bytes_max: limits.secret_bytes_max, limit });
         }
-        let _counted = self.secret_locks[lock_of(tenant)].lock().await;
+        let _counted = self.tenant_locks[lock_of(tenant)].lock().await;
         let name = &self.resolve(tenant, name)?.name;
         self.change_with(tenant, name, |old| {
             let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
@@ -321,7 +350,7 @@ impl Catalog {
         name: &str,
         key: &str,
     ) -> Result<Arc<FunctionRecord>, Rejection> {
-        let _counted = self.secret_locks[lock_of(tenant)].lock().await;
+        let _counted = self.tenant_locks[lock_of(tenant)].lock().await;
         let name = &self.resolve(tenant, name)?.name;
         self.change_with(tenant, name, |old| {
             let mut record = old.cloned().ok_or_else(|| not_found(tenant, name))?;
@@ -342,16 +371,18 @@ impl Catalog {
         index.tenants.get(tenant).map_or(0, |t| t.by_name.values().map(|f| f.secret_names.len()).sum())
     }
 
-    /// Marks every revision of a source as unusable; they are still listed, with the reason.
-    pub(crate) async fn quarantine(&self, source: &SourceHash, why: &str) {
+    /// Marks every revision of a source as unusable; they are still listed, with the reason. Returns the functions that
+    /// have one.
+    pub(crate) async fn quarantine(&self, source: &SourceHash, why: &str) -> Vec<Arc<FunctionRecord>> {
         {
             // A deploy of the same bytes may have written them anew since they were found damaged.
             let _no_deploy = self.references.lock();
             match self.check_source(source) {
                 Err(SourceError::Damaged(_)) => self.files.quarantine(&self.files.source(source), why),
-                _ => return,
+                _ => return Vec::new(),
             }
         }
+        let mut marked = Vec::new();
         for function in self.everything() {
             let is_good = |r: &RevisionRecord| r.source == *source && r.quarantined.is_none();
             if !function.revisions.iter().any(is_good) {
@@ -364,7 +395,7 @@ impl Catalog {
                 why,
                 "quarantined"
             );
-            let marked = self
+            let changed = self
                 .change(&function.tenant, &function.name, |old| {
                     let mut record = old.cloned().ok_or_else(|| not_found(&function.tenant, &function.name))?;
                     for r in record.revisions.iter_mut().filter(|r| r.source == *source) {
@@ -373,10 +404,12 @@ impl Catalog {
                     Ok(Some(record))
                 })
                 .await;
-            if let Err(error) = marked {
-                tracing::error!(%error, function = function.name, "could not note the quarantine");
+            match changed {
+                Ok(changed) => marked.extend(changed),
+                Err(error) => tracing::error!(%error, function = function.name, "could not note the quarantine"),
             }
         }
+        marked
     }
 
     /// Checks the deployed bytes against their hash, reading them piece by piece.
@@ -388,7 +421,10 @@ impl Catalog {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 Err(SourceError::Damaged(format!("{}: missing", path.display())))
             }
-            Err(e) => Err(SourceError::Unreadable(format!("{}: {e}", path.display()))),
+            Err(error) => {
+                tracing::error!(file = %path.display(), %error, "a source cannot be read");
+                Err(SourceError::Unreadable(error.to_string()))
+            }
         }
     }
 
@@ -491,6 +527,7 @@ impl Catalog {
     fn show(&self, old: Option<&FunctionRecord>, new: Option<Arc<FunctionRecord>>) {
         let mut index = self.index.write();
         if let Some(old) = old {
+            old.superseded.set();
             if let Some(tenant) = index.tenants.get_mut(old.tenant.as_str()) {
                 tenant.by_name.remove(old.name.as_str());
                 tenant.by_id.remove(old.id.as_str());
@@ -546,8 +583,9 @@ impl Catalog {
         }
     }
 
-    fn load(&mut self, damages: &mut Vec<Damage>) -> Result<(), StoreError> {
-        let mut repaired = Vec::new();
+    /// Takes in every function of the store. Returns the secrets that were lost.
+    fn load(&mut self, damages: &mut Vec<Damage>) -> Result<Vec<Damage>, StoreError> {
+        let (mut repaired, mut lost_secrets) = (Vec::new(), Vec::new());
         for (key, read) in self.store.all::<FunctionRecord>(Table::Functions)? {
             let function = match read {
                 Read::Good(function) => function,
@@ -570,14 +608,14 @@ impl Catalog {
             for (key, why) in lost {
                 let what = format!("secret {key} of function {}", function.name);
                 tracing::error!(what, why, "lost; set it again");
-                damages.push(Damage { what, why: format!("{why}; set it again") });
+                lost_secrets.push(Damage { what, why: format!("{why}; set it again") });
             }
             self.take_in(FunctionRecord { secrets, ..function }, damages);
         }
         if !repaired.is_empty() {
             self.store.write_blocking(repaired)?;
         }
-        Ok(())
+        Ok(lost_secrets)
     }
 
     fn take_in(&self, mut function: FunctionRecord, damages: &mut Vec<Damage>) {
@@ -674,6 +712,17 @@ fn manifests(files: &Files, damages: &mut Vec<Damage>) -> Result<Vec<FunctionRec
     Ok(functions)
 }
 
+fn check_shares(shares: &[(String, u32)]) -> Result<(), Rejection> {
+    if !(1..=2).contains(&shares.len()) {
+        let why = format!("traffic goes to one revision or is split between two, not {}", shares.len());
+        return Err(Rejection::InvalidArgs { why });
+    }
+    if shares.iter().any(|(_, weight)| *weight == 0 || *weight > WEIGHT_MAX) {
+        return Err(Rejection::InvalidArgs { why: format!("a weight is between 1 and {WEIGHT_MAX}") });
+    }
+    Ok(())
+}
+
 fn not_found(tenant: &str, name: &str) -> Rejection {
     Rejection::NotFound { what: "function", name: name.to_owned(), tenant: tenant.to_owned() }
 }
@@ -687,8 +736,10 @@ fn lock_of(key: &str) -> usize {
     usize::from(blake3::hash(key.as_bytes()).as_bytes()[0]) % LOCKS
 }
 
+/// What a caller learns of it, who may be a stranger: not where the data directory is.
 pub(crate) fn storage(error: StoreError) -> Rejection {
-    Rejection::Storage { why: error.to_string() }
+    tracing::error!(%error, "the store cannot do what it was asked");
+    Rejection::Storage { why: error.without_path() }
 }
 
 pub(crate) fn now_ms() -> u64 {
@@ -730,7 +781,7 @@ mod tests {
         // Any change writes it in today's form, under the id it has now.
         let now = catalog.resolve("default", "f").unwrap().traffic[0].revision.as_str().to_owned();
         let threads = tokio::runtime::Runtime::new().unwrap();
-        threads.block_on(catalog.set_traffic("default", "f", &[(now, 2)])).unwrap();
+        threads.block_on(catalog.set_traffic("default", "f", &Traffic::Shares(vec![(now, 2)]))).unwrap();
         drop(catalog);
         check(&reopened().0.resolve("default", "f").unwrap());
         // And the manifest alone is enough.
@@ -739,5 +790,44 @@ mod tests {
         let (catalog, damages) = reopened();
         assert_eq!(damages.len(), 1);
         check(&catalog.resolve("default", "f").unwrap());
+    }
+
+    #[test]
+    fn a_second_server_leaves_the_first_ones_uploads_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let (catalog, _) = Catalog::open(dir.path(), SecretsAccess::default()).unwrap();
+        let upload = catalog.files.scratch();
+        std::fs::write(&upload, b"half of it").unwrap();
+        let refused = Catalog::open(dir.path(), SecretsAccess::default()).err().unwrap();
+        assert!(matches!(refused, StoreError::InUse { .. }), "{refused}");
+        assert_eq!(std::fs::read(&upload).unwrap(), b"half of it");
+        drop(catalog);
+        Catalog::open(dir.path(), SecretsAccess::default()).unwrap();
+        assert!(!upload.exists(), "what an earlier server left half written goes");
+    }
+
+    #[test]
+    fn a_lost_secret_does_not_keep_sources_that_nobody_refers_to() {
+        let dir = tempfile::tempdir().unwrap();
+        let (source, orphan) = (SourceHash::of(b"bytes"), SourceHash::of(b"left by a crash"));
+        let revision = Revision::of(&source, &Settings::default());
+        let record = serde_json::json!({
+            "id": "0190", "tenant": "default", "name": "f", "created_ms": 1, "secret_names": ["API_KEY"],
+            "revisions": [{"revision": revision, "source": source, "kind": "core_exports", "flavor": "plain",
+                           "bytes": 5, "created_ms": 2}],
+            "traffic": [{"revision": revision, "weight": 1}],
+        });
+        {
+            let files = Files::open(dir.path()).unwrap();
+            files.write(&files.source(&source), b"bytes").unwrap();
+            files.write(&files.source(&orphan), b"left by a crash").unwrap();
+            let store = Store::open(&files.store()).unwrap();
+            store.write_blocking(vec![Change::put(Table::Functions, "default\0f", &record)]).unwrap();
+        }
+        let (catalog, damages) = Catalog::open(dir.path(), SecretsAccess::default()).unwrap();
+        assert!(matches!(damages.as_slice(), [one] if one.what.contains("API_KEY")), "{damages:?}");
+        catalog.sweep_sources();
+        assert!(catalog.files.source(&source).exists());
+        assert!(!catalog.files.source(&orphan).exists());
     }
 }

@@ -2,6 +2,7 @@
 //! `tensor-wasm-api`'s own.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::{Deserialize, Serialize};
 
@@ -163,6 +164,30 @@ pub struct FunctionRecord {
     /// The values of those names that could be opened. In memory only.
     #[serde(skip)]
     pub(crate) secrets: OpenSecrets,
+    #[serde(skip)]
+    pub(crate) superseded: Superseded,
+}
+
+/// Whether a function has changed, or is gone, since this record of it was made: an instance with the settings and
+/// secrets of then serves no later call. A clone is a record of its own, which nothing has superseded yet.
+#[derive(Debug, Default)]
+pub(crate) struct Superseded(AtomicBool);
+
+impl Clone for Superseded {
+    fn clone(&self) -> Superseded {
+        Superseded::default()
+    }
+}
+
+impl Superseded {
+    // Relaxed: who keeps instances and who forgets them take the same lock, the forgetting one after it has set this.
+    pub(crate) fn set(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_set(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
 }
 
 /// A function as it lies on disk, in this form or an earlier one.
@@ -212,8 +237,17 @@ impl From<StoredFunction> for FunctionRecord {
             RevisionRecord { revision, source, kind, flavor, bytes, created_ms, settings, quarantined }
         };
         let revisions = revisions.into_iter().map(migrate).collect();
-        let secrets = OpenSecrets::default();
-        FunctionRecord { id, tenant, name, created_ms, revisions, traffic, secret_names, secrets }
+        FunctionRecord {
+            id,
+            tenant,
+            name,
+            created_ms,
+            revisions,
+            traffic,
+            secret_names,
+            secrets: OpenSecrets::default(),
+            superseded: Superseded::default(),
+        }
     }
 }
 
@@ -259,12 +293,36 @@ impl FunctionRecord {
         }
     }
 
+    /// Why a revision of it cannot run, if it cannot: for its owner.
+    pub(crate) fn cannot_run(&self, revision: &RevisionRecord) -> Option<Rejection> {
+        let name = self.name.clone();
+        if let Some(secret) = self.lost_secret() {
+            // It would run with half of what it needs to know.
+            let why = format!(
+                "{name:?} has lost its secret {secret:?}; set it again: tensor-wasm secret set {name} {secret}"
+            );
+            return Some(Rejection::Conflict { why });
+        }
+        let why = revision.quarantined.clone()?;
+        Some(Rejection::Quarantined { name, revision: revision.revision.short().to_owned(), why })
+    }
+
     /// The first of its secrets that has no value any more.
-    pub(crate) fn lost_secret(&self) -> Option<&str> {
+    fn lost_secret(&self) -> Option<&str> {
         if self.secret_names.len() == self.secrets.len() {
             return None;
         }
         self.secret_names.iter().map(String::as_str).find(|name| !self.secrets.contains_key(*name))
+    }
+
+    /// The revision deployed before the current one.
+    pub(crate) fn previous(&self) -> Result<&RevisionRecord, Rejection> {
+        let current = self.current().map(|r| &r.revision);
+        let at = self.revisions.iter().position(|r| Some(&r.revision) == current).unwrap_or(0);
+        at.checked_sub(1).map(|before| &self.revisions[before]).ok_or_else(|| {
+            let why = format!("function {:?} has no revision deployed before the current one", self.name);
+            Rejection::Conflict { why }
+        })
     }
 
     pub fn key(&self) -> String {

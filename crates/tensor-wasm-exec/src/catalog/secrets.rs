@@ -5,8 +5,10 @@
 //! gives and that is nowhere in the data directory; tenant, function and name are authenticated with it, so that a
 //! sealed value moved to another row does not open. Records and manifests hold names only.
 //!
-//! In memory a value is open, behind a type that does not print it and wipes it when the last call that may see it is
-//! over. Copies in network buffers and in the guest's own memory are not ours to wipe.
+//! In memory a value is open, behind a type that does not print it and wipes it when its function no longer has it and
+//! the last call that may see it is over. An instance that is kept for reuse holds the values of its last call; it goes
+//! when the function changes. Copies in network buffers, in a guest's environment as WASI holds it and in the guest's
+//! own memory are not wiped.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -90,6 +90,15 @@ pub enum StoreError {
     Secrets { path: PathBuf, why: String },
 }
 
+impl StoreError {
+    pub(crate) fn without_path(self) -> String {
+        match self {
+            StoreError::InUse { .. } => "it is in use by another server".to_owned(),
+            StoreError::Damaged { why, .. } | StoreError::Io { why, .. } | StoreError::Secrets { why, .. } => why,
+        }
+    }
+}
+
 struct Request {
     changes: Vec<Change>,
     done: oneshot::Sender<Result<(), StoreError>>,
@@ -289,7 +298,7 @@ impl File {
         loop {
             match self.reopen() {
                 Err(StoreError::InUse { .. }) if begun.elapsed() < LOCK_PATIENCE => {
-                    std::thread::sleep(std::time::Duration::from_millis(10));
+                    std::thread::park_timeout(std::time::Duration::from_millis(10));
                 }
                 opened => return opened,
             }

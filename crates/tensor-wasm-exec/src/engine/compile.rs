@@ -8,6 +8,7 @@
 //! Loading maps the artifact into memory as executable code. That is sound only for bytes that Wasmtime itself
 //! produced, so an artifact is checked against the digest recorded when it was made before it is mapped.
 
+use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
@@ -49,8 +50,25 @@ pub struct Order {
 /// What it answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Answer {
-    Compiled { kind: Kind, flavor: Flavor, memory_bytes_min: u64, cost: CompileCost },
-    Refused { why: String },
+    Compiled {
+        kind: Kind,
+        flavor: Flavor,
+        memory_bytes_min: u64,
+        cost: CompileCost,
+    },
+    /// What is wrong with the module.
+    Refused {
+        why: String,
+    },
+    /// A file that could not be read or written, which says nothing about the module.
+    Unstored {
+        file: PathBuf,
+        why: String,
+    },
+    /// A failure of ours, which says nothing about it either.
+    Broken {
+        why: String,
+    },
 }
 
 /// What a compilation took, in its worker.
@@ -155,14 +173,7 @@ async fn install(
     scratch: &Path,
     answer: Result<Answer, Failure>,
 ) -> Result<Compiled, Failure> {
-    let compiled = match answer? {
-        Answer::Refused { why } => return Err(Rejection::InvalidWasm { why }.into()),
-        Answer::Compiled { memory_bytes_min, .. } if memory_bytes_min > limits.memory_bytes_max => {
-            let bytes_max = limits.memory_bytes_max;
-            return Err(Rejection::ModuleMemoryTooLarge { bytes: memory_bytes_min, bytes_max }.into());
-        }
-        Answer::Compiled { kind, flavor, cost, .. } => Compiled { kind, flavor, cost },
-    };
+    let compiled = judge(answer?, limits)?;
     let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
     let engine = engines.id(EngineKind::of(compiled.flavor, memory));
     let digest = hash_of_file(scratch).map_err(storage)?.to_hex().to_string();
@@ -171,6 +182,24 @@ async fn install(
     catalog.set_artifact_digest(source, engine, &digest).await?;
     catalog.files.install(scratch, &catalog.files.artifact(source, engine)).map_err(storage)?;
     Ok(compiled)
+}
+
+/// Whose fault it is where there is no artifact.
+fn judge(answer: Answer, limits: &Limits) -> Result<Compiled, Failure> {
+    match answer {
+        Answer::Compiled { memory_bytes_min, .. } if memory_bytes_min > limits.memory_bytes_max => {
+            let bytes_max = limits.memory_bytes_max;
+            Err(Rejection::ModuleMemoryTooLarge { bytes: memory_bytes_min, bytes_max }.into())
+        }
+        Answer::Compiled { kind, flavor, cost, .. } => Ok(Compiled { kind, flavor, cost }),
+        Answer::Refused { why } => Err(Rejection::InvalidWasm { why }.into()),
+        Answer::Unstored { file, why } => {
+            // The path is the operator's business, not the caller's.
+            tracing::error!(file = %file.display(), why, "a compile worker could not read or write a file");
+            Err(Rejection::Storage { why }.into())
+        }
+        Answer::Broken { why } => Err(Bug(why).into()),
+    }
 }
 
 async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
@@ -197,11 +226,18 @@ async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
     if let Ok(answer) = serde_json::from_slice(&output.stdout) {
         return Ok(answer);
     }
-    // It died: out of memory, out of CPU time, or a compiler crash. All of them are the module's doing.
     let stderr = String::from_utf8_lossy(&output.stderr);
     let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
     let why = format!("the compiler gave up on it ({}): {}", output.status, clip(last));
-    Ok(Answer::Refused { why })
+    Ok(if died_of_the_module(output.status) { Answer::Refused { why } } else { Answer::Broken { why } })
+}
+
+/// Whether the worker died of what it compiled: out of memory, out of CPU time, or a crash of the compiler. One that
+/// exits without an answer, or is told to stop, failed for a reason of ours.
+fn died_of_the_module(status: std::process::ExitStatus) -> bool {
+    use rustix::process::Signal;
+    let deadly = [Signal::XCPU, Signal::ABORT, Signal::KILL, Signal::SEGV, Signal::ILL];
+    status.signal().is_some_and(|signal| deadly.iter().any(|deadly| deadly.as_raw() == signal))
 }
 
 /// The compile worker's whole life: tie itself to its server, limit itself, compile, answer on stdout.
@@ -225,25 +261,31 @@ fn limit_self(order: &Order) {
 }
 
 fn execute(order: &Order) -> Answer {
-    match try_execute(order) {
-        Ok(answer) => answer,
-        Err(why) => Answer::Refused { why: clip(&why) },
-    }
+    try_execute(order).unwrap_or_else(|failed| failed)
 }
 
-fn try_execute(order: &Order) -> Result<Answer, String> {
+fn try_execute(order: &Order) -> Result<Answer, Answer> {
+    let refused = |why: String| Answer::Refused { why: clip(&why) };
     let (begun, cpu_begun) = (Instant::now(), cpu_time());
-    let source = std::fs::read(&order.source).map_err(|e| format!("{}: {e}", order.source.display()))?;
-    let shape = shape_of(&source)?;
+    let source = std::fs::read(&order.source).map_err(|e| unstored(&order.source, &e))?;
+    let shape = shape_of(&source).map_err(refused)?;
     let settings = compiler_config(&order.engine, EngineKind::of(shape.flavor, order.memory));
-    let engine = wasmtime::Engine::new(&settings).map_err(|e| format!("{e:#}"))?;
+    let engine = wasmtime::Engine::new(&settings)
+        .map_err(|e| Answer::Broken { why: clip(&format!("the compiler cannot be set up: {e:#}")) })?;
     let code = if shape.component { engine.precompile_component(&source) } else { engine.precompile_module(&source) };
-    let code = code.map_err(|e| format!("{e:#}"))?;
-    write_private(&order.output, &code).map_err(|e| format!("{}: {e}", order.output.display()))?;
+    let code = code.map_err(|e| refused(format!("{e:#}")))?;
+    write_private(&order.output, &code).map_err(|e| unstored(&order.output, &e))?;
     let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     let cost = CompileCost { wall_ms: millis(begun.elapsed()), cpu_ms: millis(cpu_time().saturating_sub(cpu_begun)) };
     let Shape { kind, flavor, memory_bytes_min, .. } = shape;
     Ok(Answer::Compiled { kind, flavor, memory_bytes_min, cost })
+}
+
+fn unstored(file: &Path, error: &std::io::Error) -> Answer {
+    if error.kind() == std::io::ErrorKind::OutOfMemory {
+        return Answer::Refused { why: "it does not fit into the memory for compiling it".to_owned() };
+    }
+    Answer::Unstored { file: file.to_owned(), why: error.to_string() }
 }
 
 /// CPU time of this process so far, all threads together.
@@ -333,41 +375,50 @@ fn clip(message: &str) -> String {
     message[..end].to_owned()
 }
 
-/// Maps an artifact after checking that it is the one we made. `None`: absent, damaged or of another engine.
+/// Why an artifact cannot be had.
+pub(crate) enum Unloaded {
+    /// It is absent, damaged or of another engine: to be compiled again.
+    Stale,
+    /// It is the one we made, and the engine does not take it: of another machine, or more than an instance may have.
+    Refused { why: String },
+}
+
+/// Maps an artifact after checking that it is the one we made.
 pub(crate) fn load(
     catalog: &Catalog,
     engines: &Engines,
     source: &SourceHash,
     flavor: Flavor,
     memory: MemoryKind,
-) -> Option<Code> {
+) -> Result<Code, Unloaded> {
     let kind = EngineKind::of(flavor, memory);
     let (engine, id) = (engines.get(kind), engines.id(kind));
-    let expected = catalog.artifact_digest(source, id)?;
+    let expected = catalog.artifact_digest(source, id).ok_or(Unloaded::Stale)?;
     let path = catalog.files.artifact(source, id);
-    let found = hash_of_file(&path).ok()?.to_hex();
+    let found = hash_of_file(&path).map_err(|_| Unloaded::Stale)?.to_hex();
     if found.as_str() != expected {
         let why = format!("the compiled artifact's digest is {found}, expected {expected}");
         tracing::error!(source = source.as_str(), file = %path.display(), why, "quarantined; compiling it again");
         catalog.files.quarantine(&path, &why);
-        return None;
+        return Err(Unloaded::Stale);
     }
     // SAFETY: the bytes hash to the digest recorded when Wasmtime produced them, so they are a valid artifact. The file
     // is replaced only by rename and never written in place, so the mapping cannot change underneath.
     #[expect(unsafe_code, reason = "mapping compiled code is what makes a start take microseconds")]
     let loaded = unsafe {
-        match wasmtime::Engine::detect_precompiled_file(&path).ok()?? {
-            Precompiled::Module => Module::deserialize_file(engine, &path).map(Code::Module),
-            Precompiled::Component => Component::deserialize_file(engine, &path).map(Code::Component),
+        match wasmtime::Engine::detect_precompiled_file(&path) {
+            Ok(Some(Precompiled::Module)) => Module::deserialize_file(engine, &path).map(Code::Module),
+            Ok(Some(Precompiled::Component)) => Component::deserialize_file(engine, &path).map(Code::Component),
+            Ok(None) | Err(_) => return Err(Unloaded::Stale),
         }
     };
-    match loaded {
-        Ok(code) => Some(code),
-        Err(error) => {
-            tracing::warn!(source = source.as_str(), %error, "an artifact does not load; compiling it again");
-            None
+    loaded.map_err(|error| {
+        tracing::warn!(source = source.as_str(), %error, "an artifact does not load");
+        if error.chain().any(<dyn std::error::Error>::is::<std::io::Error>) {
+            return Unloaded::Stale;
         }
-    }
+        Unloaded::Refused { why: format!("{error:#}") }
+    })
 }
 
 #[cfg(test)]
@@ -382,7 +433,64 @@ mod tests {
             Order { source, output, engine: config::Engine::default(), memory: MemoryKind::Pooled, time_ms_max: 1000 };
         match execute(&order) {
             Answer::Refused { why } => why,
-            Answer::Compiled { .. } => panic!("should be refused"),
+            other => panic!("should be refused: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_fails_on_our_side_is_not_blamed_on_the_module() {
+        let dir = tempfile::tempdir().unwrap();
+        let (source, output) = (dir.path().join("in"), dir.path().join("out"));
+        std::fs::write(&source, wat::parse_str("(module)").unwrap()).unwrap();
+        let engine = config::Engine::default();
+        let good = Order { source, output, engine, memory: MemoryKind::Pooled, time_ms_max: 1000 };
+        let failure = |order: Order| judge(execute(&order), &Limits::default()).unwrap_err();
+        let nowhere = dir.path().join("no-such-folder/file");
+        let again = |order: &Order| Order {
+            source: order.source.clone(),
+            output: order.output.clone(),
+            engine: order.engine.clone(),
+            ..*order
+        };
+        for order in
+            [Order { source: nowhere.clone(), ..again(&good) }, Order { output: nowhere.clone(), ..again(&good) }]
+        {
+            let failure = failure(order);
+            assert!(matches!(&failure, Failure::Rejected(Rejection::Storage { .. })), "{failure}");
+            assert!(!failure.to_string().contains("no-such-folder"), "{failure}");
+        }
+        let engine = config::Engine { stack_bytes_max: 0, ..config::Engine::default() };
+        let failure = failure(Order { engine, ..again(&good) });
+        assert!(matches!(&failure, Failure::Bug(_)), "{failure}");
+        assert!(matches!(execute(&good), Answer::Compiled { .. }));
+    }
+
+    #[tokio::test]
+    async fn a_worker_that_dies_of_the_module_is_told_from_one_that_fails() {
+        use std::os::unix::fs::PermissionsExt;
+        let dir = tempfile::tempdir().unwrap();
+        let exe = dir.path().join("worker");
+        let order = Order {
+            source: PathBuf::new(),
+            output: PathBuf::new(),
+            engine: config::Engine::default(),
+            memory: MemoryKind::Pooled,
+            time_ms_max: 10_000,
+        };
+        let cases = [
+            ("kill -ABRT $$", true),
+            ("kill -XCPU $$", true),
+            ("kill -KILL $$", true),
+            ("echo the server cannot be watched >&2; exit 2", false),
+            ("kill -TERM $$", false),
+            ("echo nonsense", false),
+        ];
+        for (script, is_the_modules) in cases {
+            std::fs::write(&exe, format!("#!/bin/sh\n{script}\n")).unwrap();
+            std::fs::set_permissions(&exe, std::fs::Permissions::from_mode(0o755)).unwrap();
+            let answer = ask_worker(&exe, &order).await.unwrap();
+            assert_eq!(matches!(answer, Answer::Refused { .. }), is_the_modules, "{script}: {answer:?}");
+            assert_eq!(matches!(answer, Answer::Broken { .. }), !is_the_modules, "{script}: {answer:?}");
         }
     }
 

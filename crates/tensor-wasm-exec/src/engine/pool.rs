@@ -18,7 +18,7 @@ use wasmtime_wasi_http::{p2 as http_p2, p3 as http_p3};
 use crate::HashMap;
 use crate::admission::Permit;
 use crate::catalog::{Catalog, Flavor, Kind, MemoryKind, Serving, SourceHash};
-use crate::engine::compile::{self, Code};
+use crate::engine::compile::{self, Code, Unloaded};
 use crate::engine::pinned::PinnedRefusal;
 use crate::engine::{ByEngine, EngineKind, Engines};
 use crate::failure::{Bug, Failure, Rejection, Shortage};
@@ -39,7 +39,8 @@ pub(crate) struct Pool {
     loaded: ByEngine<Cache>,
     loaded_max: usize,
     idle_max: usize,
-    idle: Arc<AtomicUsize>,
+    /// How many instances are kept.
+    pub(crate) idle: Arc<AtomicUsize>,
     uses: AtomicU64,
     background: Handle,
     metrics: Arc<Metrics>,
@@ -197,25 +198,26 @@ impl Pool {
         if let Some(linked) = slot.linked.get() {
             return Ok(linked.clone());
         }
-        let map = || {
+        let map = |is_fresh: bool| {
             let (pool, catalog, source) = (self.clone(), catalog.clone(), source.clone());
-            let work = move || {
-                let code = compile::load(&catalog, &pool.engines, &source, flavor, memory)?;
-                Some(pool.link(code, kind, engine))
+            let work = move || match compile::load(&catalog, &pool.engines, &source, flavor, memory) {
+                Ok(code) => pool.link(code, kind, engine).map(Some),
+                // Compiled for this engine a moment ago: what is left to refuse is how much an instance would take.
+                Err(Unloaded::Refused { why }) if is_fresh => Err(Rejection::ModuleOverLimits { why }.into()),
+                Err(Unloaded::Refused { .. } | Unloaded::Stale) => Ok(None),
             };
             let joined = self.background.spawn_blocking(work);
-            async { joined.await.map_err(|e| Failure::from(Bug(e.to_string()))) }
+            async { joined.await.unwrap_or_else(|e| Err(Bug(e.to_string()).into())) }
         };
         let linked = slot
             .linked
             .get_or_try_init(async || {
-                if let Some(linked) = map().await? {
-                    return linked.map(Arc::new);
+                if let Some(linked) = map(false).await? {
+                    return Ok(Arc::new(linked));
                 }
                 recompile().await?;
-                let linked =
-                    map().await?.ok_or_else(|| Bug("an artifact vanished after it was compiled".to_owned()))?;
-                linked.map(Arc::new)
+                let vanished = || Failure::from(Bug("an artifact vanished after it was compiled".to_owned()));
+                map(true).await?.map(Arc::new).ok_or_else(vanished)
             })
             .await?;
         Ok(linked.clone())
@@ -228,6 +230,7 @@ impl Pool {
         let linkers = self.linkers.get(engine);
         let entry = match code {
             Code::Module(module) => {
+                check_parts(&module.resources_required())?;
                 let linker = linkers.core.as_ref().ok_or_else(unlinkable)?;
                 let pre = linker.instantiate_pre(&module).map_err(unlinked)?;
                 if kind == Kind::CoreCommand {
@@ -237,6 +240,7 @@ impl Pool {
                 }
             }
             Code::Component(component) => {
+                component.resources_required().as_ref().map_or(Ok(()), check_parts)?;
                 let linker = linkers.component.as_ref().ok_or_else(unlinkable)?;
                 let pre = linker.instantiate_pre(&component).map_err(unlinked)?;
                 component_entry(pre, &component, kind).map_err(unlinked)?
@@ -277,10 +281,9 @@ impl Pool {
         // Kept instances hold memory and slots; they give way to a call that needs them.
         if let Err(error) = &instance
             && self.idle.load(Ordering::Relaxed) > 0
-            && (error.is::<PoolConcurrencyLimitError>()
-                || store.data().budget.refused == Some(MemoryRefusal::TenantLimit))
+            && let Some(in_the_way) = in_the_way(error, &store)
         {
-            self.drop_idle();
+            self.drop_idle(in_the_way);
             let given = store.data_mut().take_given();
             // Start code that has read its input already cannot be started again.
             if given.is_some() == had_given {
@@ -293,8 +296,9 @@ impl Pool {
         Ok(Lease { store, instance, reuses: 0, _permit: permit })
     }
 
-    /// Takes an instance back for the function's next call, if there is room. Only for calls that ended well.
-    pub(crate) fn keep(&self, linked: &LinkedRevision, function: &str, lease: Lease) {
+    /// Takes an instance back for the function's next call, if there is room. Only for calls that ended well, and not
+    /// for a function that changed while it ran: the instance has the settings and secrets of before.
+    pub(crate) fn keep(&self, linked: &LinkedRevision, lease: Lease) {
         // Pinned memory is scarce, and gone with the worker whose it was.
         if linked.engine == EngineKind::Pinned {
             return;
@@ -305,10 +309,16 @@ impl Pool {
         }
         let Lease { store, instance, reuses, _permit } = lease;
         let kept = IdleInstance { store, instance, reuses: reuses + 1, _counted: counted };
+        let function = kept.made_for().function.clone();
         let mut idle = linked.idle.lock();
-        match idle.get_mut(function) {
+        // Under the lock that `forget` takes after the function has changed: either it finds the instance or this does.
+        if function.superseded.is_set() {
+            drop(idle);
+            return drop(kept);
+        }
+        match idle.get_mut(function.id.as_str()) {
             Some(waiting) => waiting.push(kept),
-            None => drop(idle.insert(function.to_owned(), vec![kept])),
+            None => drop(idle.insert(function.id.clone(), vec![kept])),
         }
     }
 
@@ -320,9 +330,15 @@ impl Pool {
         }
     }
 
-    fn drop_idle(&self) {
+    fn drop_idle(&self, which: InTheWay<'_>) {
         for linked in self.slots().iter().filter_map(|slot| slot.linked.get()) {
-            let gone = std::mem::take(&mut *linked.idle.lock());
+            let mut idle = linked.idle.lock();
+            let gone: Vec<_> = match which {
+                InTheWay::Everyones => idle.drain().collect(),
+                InTheWay::Tenants(tenant) => idle.extract_if(|_, kept| kept.iter().any(|k| k.is_of(tenant))).collect(),
+            };
+            drop(idle);
+            // Resetting memories takes its time; not under the lock.
             drop(gone);
         }
     }
@@ -353,20 +369,25 @@ impl Pool {
     }
 
     /// Instantiation failed: a limit was in the way, or the guest's own start code failed.
-    fn cannot_start(&self, store: &Store<State>, error: &wasmtime::Error) -> GuestError {
+    pub(crate) fn cannot_start(&self, store: &Store<State>, error: &wasmtime::Error) -> GuestError {
         let retry_after = std::time::Duration::from_secs(1);
         // Taken whatever failed: one that is left behind would be taken for the next failure's.
         let pinned = PinnedRefusal::take();
         let refused = store.data().budget.refused;
-        if refused == Some(MemoryRefusal::TenantLimit) {
+        if refused == Some(MemoryRefusal::Tenant) {
             return tenant_memory_short(&store.data().call().account).into();
         }
         if failed_in_guest(error) {
             return store.data().failed(error);
         }
-        if let Some(MemoryRefusal::InstanceLimit { asked_bytes }) = refused {
+        if let Some(MemoryRefusal::Instance { asked_bytes }) = refused {
             let bytes_max = store.data().call().memory_bytes_max();
             return Rejection::ModuleMemoryTooLarge { bytes: asked_bytes, bytes_max }.into();
+        }
+        if let Some(MemoryRefusal::Table { asked_elements }) = refused {
+            let max = store.data().call().account.limits.table_elements_max;
+            let why = format!("a table of {asked_elements} elements; the limit is {max} ([limits] table_elements_max)");
+            return Rejection::ModuleOverLimits { why }.into();
         }
         if error.is::<PoolConcurrencyLimitError>() {
             let shortage = Shortage {
@@ -395,8 +416,40 @@ impl Pool {
             Some(PinnedRefusal::Host(why)) => return Bug(format!("pinned memory cannot be mapped: {why}")).into(),
             None => {}
         }
-        Rejection::ModuleOverLimits { why: format!("{error:#}") }.into()
+        // Nothing that a module is known to cause: the host lacks something, or we have a bug.
+        Bug(format!("an instance cannot be made: {error:#}")).into()
     }
+}
+
+/// Refuses a module that has more memories or tables than a call has room for.
+fn check_parts(required: &wasmtime::ResourcesRequired) -> Result<(), Rejection> {
+    let parts = [
+        ("memories", required.num_memories, super::MEMORIES_PER_CALL),
+        ("tables", required.num_tables, super::TABLES_PER_CALL),
+    ];
+    match parts.into_iter().find(|(_, count, max)| count > max) {
+        Some((what, count, max)) => {
+            let why = format!("{count} {what}; an instance has room for {max}");
+            Err(Rejection::ModuleOverLimits { why })
+        }
+        None => Ok(()),
+    }
+}
+
+/// Whose kept instances are in the way of a new one.
+#[derive(Clone, Copy)]
+enum InTheWay<'a> {
+    /// Slots are everyone's.
+    Everyones,
+    /// What a tenant may have of memory is its own: dropping another's instances would not help it.
+    Tenants(&'a str),
+}
+
+fn in_the_way<'a>(error: &wasmtime::Error, store: &'a Store<State>) -> Option<InTheWay<'a>> {
+    if store.data().budget.refused == Some(MemoryRefusal::Tenant) {
+        return Some(InTheWay::Tenants(&store.data().call().serving.function.tenant));
+    }
+    error.is::<PoolConcurrencyLimitError>().then_some(InTheWay::Everyones)
 }
 
 /// The kept instance used last that has this call's settings; where there is none, one that no call will ever fit. One
@@ -412,6 +465,10 @@ fn take_kept(waiting: &mut Vec<IdleInstance>, call: &RunningCall) -> Option<Idle
 impl IdleInstance {
     fn made_for(&self) -> &Serving {
         &self.store.data().call().serving
+    }
+
+    fn is_of(&self, tenant: &str) -> bool {
+        self.made_for().function.tenant == tenant
     }
 
     fn fits(&self, call: &RunningCall) -> bool {

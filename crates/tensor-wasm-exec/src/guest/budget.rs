@@ -11,10 +11,12 @@ use crate::admission::Account;
 use crate::engine;
 use crate::failure::{Rejection, Shortage};
 
+/// Whose limit refused a memory, or that it was a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum MemoryRefusal {
-    InstanceLimit { asked_bytes: u64 },
-    TenantLimit,
+    Instance { asked_bytes: u64 },
+    Tenant,
+    Table { asked_elements: usize },
 }
 
 /// Charges a tenant, unless that is more than it may have.
@@ -92,11 +94,11 @@ impl ResourceLimiter for Budget {
         let more = desired.saturating_sub(current) as u64;
         let total = self.memory_bytes.saturating_add(more);
         if total > self.memory_bytes_max {
-            self.refused = Some(MemoryRefusal::InstanceLimit { asked_bytes: total });
+            self.refused = Some(MemoryRefusal::Instance { asked_bytes: total });
             return Ok(false);
         }
         if !charge(&self.call.account, more) {
-            self.refused = Some(MemoryRefusal::TenantLimit);
+            self.refused = Some(MemoryRefusal::Tenant);
             return Ok(false);
         }
         self.memory_bytes = total;
@@ -112,7 +114,11 @@ impl ResourceLimiter for Budget {
     }
 
     fn table_growing(&mut self, _current: usize, desired: usize, _max: Option<usize>) -> wasmtime::Result<bool> {
-        Ok(desired <= self.call.account.limits.table_elements_max as usize)
+        let fits = desired <= self.call.account.limits.table_elements_max as usize;
+        if !fits {
+            self.refused = Some(MemoryRefusal::Table { asked_elements: desired });
+        }
+        Ok(fits)
     }
 
     fn instances(&self) -> usize {

@@ -1,8 +1,8 @@
 //! What a loaded function exports and imports, as text for people: names with their WIT or core types.
 //!
 //! A guest chooses its types, and a type that uses another one twice prints twice as long: twenty such definitions are
-//! a megabyte of text. So both the text of a type and the number of exports listed are bounded; what is cut ends in
-//! `…`.
+//! a megabyte of text. Hundreds of exports may share one type of a thousand parameters. So the text of a type, the
+//! number of exports and the listing as a whole are bounded; `…` stands for what is left out.
 
 use std::fmt::{self, Write};
 
@@ -17,6 +17,14 @@ pub const EXPORTS_LISTED_MAX: usize = 1_000;
 
 /// Text of one type or name. The longest of the examples' (an image's result) has some 200.
 pub const TEXT_BYTES_MAX: usize = 1_000;
+
+/// Text of a whole listing. A thousand exports of the examples' size have some 100 KiB.
+pub const LISTING_BYTES_MAX: usize = 256 << 10;
+
+/// What each name and type costs besides its text: the keys and quotes around it in JSON, a `String` in memory.
+const PIECE_BYTES: usize = 32;
+
+const LEFT_OUT: &str = "…";
 
 /// An exported function as it is shown.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,7 +52,8 @@ fn code(entry: &EntryPoint) -> LinkedCode<'_> {
     }
 }
 
-/// The functions a revision exports, at most [`EXPORTS_LISTED_MAX`].
+/// The functions a revision exports: at most [`EXPORTS_LISTED_MAX`] and [`LISTING_BYTES_MAX`] of text. Where there are
+/// more, the last one is called `…`.
 pub(crate) fn exports(entry: &EntryPoint) -> Vec<ExportSignature> {
     match code(entry) {
         LinkedCode::Module(module) => core_exports(module),
@@ -54,24 +63,87 @@ pub(crate) fn exports(entry: &EntryPoint) -> Vec<ExportSignature> {
 
 fn core_exports(module: &Module) -> Vec<ExportSignature> {
     let function = |export: wasmtime::ExportType<'_>| match export.ty() {
-        ExternType::Func(ty) => Some(ExportSignature {
-            name: bounded(&export.name()),
-            params: ty.params().enumerate().map(|(at, ty)| (format!("p{at}"), bounded(&ty))).collect(),
-            results: ty.results().map(|ty| bounded(&ty)).collect(),
-        }),
+        ExternType::Func(ty) => Some((export.name().to_owned(), ty)),
         _ => None,
     };
-    module.exports().filter_map(function).take(EXPORTS_LISTED_MAX).collect()
+    let mut listing = Listing::default();
+    listing.exports(module.exports().filter_map(function), |listing, (name, ty)| ExportSignature {
+        name: listing.text(&name),
+        params: listing.list(ty.params().enumerate(), left_out_param(), |listing, (at, ty)| {
+            (listing.text(&format_args!("p{at}")), listing.text(&ty))
+        }),
+        results: listing.list(ty.results(), LEFT_OUT.to_owned(), |listing, ty| listing.text(&ty)),
+    })
 }
 
 fn component_exports(component: &Component) -> Vec<ExportSignature> {
-    let found = super::component::exports(component).into_iter().take(EXPORTS_LISTED_MAX);
-    let signature = |export: super::component::ComponentExport| ExportSignature {
-        name: bounded(&export.name),
-        params: export.ty.params().map(|(name, ty)| (bounded(&name), bounded(&Shown(&ty)))).collect(),
-        results: export.ty.results().map(|ty| bounded(&Shown(&ty))).collect(),
-    };
-    found.map(signature).collect()
+    let found = super::component::exports(component).into_iter();
+    let mut listing = Listing::default();
+    listing.exports(found, |listing, export| ExportSignature {
+        name: listing.text(&export.name),
+        params: listing.list(export.ty.params(), left_out_param(), |listing, (name, ty)| {
+            (listing.text(&name), listing.text(&Shown(&ty)))
+        }),
+        results: listing.list(export.ty.results(), LEFT_OUT.to_owned(), |listing, ty| listing.text(&Shown(&ty))),
+    })
+}
+
+fn left_out_param() -> (String, String) {
+    (LEFT_OUT.to_owned(), LEFT_OUT.to_owned())
+}
+
+/// The room that is left in a listing.
+struct Listing {
+    room_bytes: usize,
+}
+
+impl Default for Listing {
+    fn default() -> Listing {
+        Listing { room_bytes: LISTING_BYTES_MAX }
+    }
+}
+
+impl Listing {
+    fn exports<T>(
+        &mut self,
+        all: impl Iterator<Item = T>,
+        signature: impl FnMut(&mut Listing, T) -> ExportSignature,
+    ) -> Vec<ExportSignature> {
+        let mut all = all;
+        let rest = ExportSignature { name: LEFT_OUT.to_owned(), params: Vec::new(), results: Vec::new() };
+        let mut listed = self.list(all.by_ref().take(EXPORTS_LISTED_MAX), rest.clone(), signature);
+        if listed.len() == EXPORTS_LISTED_MAX && all.next().is_some() {
+            listed.push(rest);
+        }
+        listed
+    }
+
+    /// The items there is room for, and `rest` for those there is none for.
+    fn list<T, U>(
+        &mut self,
+        items: impl Iterator<Item = T>,
+        rest: U,
+        mut show: impl FnMut(&mut Listing, T) -> U,
+    ) -> Vec<U> {
+        let mut shown = Vec::new();
+        for item in items {
+            if self.room_bytes == 0 {
+                shown.push(rest);
+                break;
+            }
+            shown.push(show(self, item));
+        }
+        shown
+    }
+
+    fn text(&mut self, shown: &dyn fmt::Display) -> String {
+        let mut bounded = Bounded { text: String::new(), bytes_max: TEXT_BYTES_MAX.min(self.room_bytes) };
+        if write!(bounded, "{shown}").is_err() {
+            bounded.text.push_str(LEFT_OUT);
+        }
+        self.room_bytes = self.room_bytes.saturating_sub(bounded.text.len() + PIECE_BYTES);
+        bounded.text
+    }
 }
 
 /// The first import by which a revision reaches the device, if it has one.
@@ -93,26 +165,21 @@ pub(crate) fn gpu_import(entry: &EntryPoint) -> Option<String> {
 }
 
 /// Writes until there is no more room, then fails, which ends a type's expansion early.
-struct Bounded(String);
-
-impl Write for Bounded {
-    fn write_str(&mut self, text: &str) -> fmt::Result {
-        let room = TEXT_BYTES_MAX - self.0.len();
-        if text.len() <= room {
-            self.0.push_str(text);
-            return Ok(());
-        }
-        self.0.push_str(&text[..text.floor_char_boundary(room)]);
-        Err(fmt::Error)
-    }
+struct Bounded {
+    text: String,
+    bytes_max: usize,
 }
 
-fn bounded(shown: &dyn fmt::Display) -> String {
-    let mut text = Bounded(String::new());
-    if write!(text, "{shown}").is_err() {
-        text.0.push('…');
+impl Write for Bounded {
+    fn write_str(&mut self, more: &str) -> fmt::Result {
+        let room = self.bytes_max - self.text.len();
+        if more.len() <= room {
+            self.text.push_str(more);
+            return Ok(());
+        }
+        self.text.push_str(&more[..more.floor_char_boundary(room)]);
+        Err(fmt::Error)
     }
-    text.0
 }
 
 /// A type in the syntax of WIT, its definition written out: types have no names once they are compiled.
@@ -253,6 +320,52 @@ mod tests {
         let many: String = (0..5000).map(|n| format!(r#"(export "f{n}" (func 0))"#)).collect();
         let module = wat::parse_str(format!("(module (func) {many})")).unwrap();
         let module = Module::new(&wasmtime::Engine::default(), module).unwrap();
-        assert_eq!(core_exports(&module).len(), EXPORTS_LISTED_MAX);
+        let listed = core_exports(&module);
+        assert_eq!((listed.len(), listed[EXPORTS_LISTED_MAX].name.as_str()), (EXPORTS_LISTED_MAX + 1, LEFT_OUT));
+    }
+
+    fn text_bytes(listed: &[ExportSignature]) -> usize {
+        let of = |export: &ExportSignature| {
+            let params: usize = export.params.iter().map(|(name, ty)| name.len() + ty.len()).sum();
+            export.name.len() + params + export.results.iter().map(String::len).sum::<usize>()
+        };
+        listed.iter().map(of).sum()
+    }
+
+    #[test]
+    fn a_wide_type_exported_many_times_fits_the_listing() {
+        // A larger product of the two is refused by Wasmtime's validation.
+        let (params, exports) = ("i32 ".repeat(1000), 450);
+        let export = |n: usize| format!(r#"(export "f{n}" (func 0))"#);
+        let text = format!(
+            "(module (func (param {params}) (result {params}) unreachable) {})",
+            (0..exports).map(export).collect::<String>()
+        );
+        let module = Module::new(&wasmtime::Engine::default(), wat::parse_str(text).unwrap()).unwrap();
+        let listed = core_exports(&module);
+        assert!(text_bytes(&listed) < LISTING_BYTES_MAX, "{}", text_bytes(&listed));
+        assert_eq!((listed[0].params.len(), listed[0].results.len()), (1000, 1000));
+        assert_eq!(listed.last().unwrap().name, LEFT_OUT);
+        let cut = &listed[listed.len() - 2];
+        assert!(cut.params.last() == Some(&left_out_param()) || cut.results.last().unwrap() == LEFT_OUT, "{cut:?}");
+
+        // A component's functions have 16 parameters at most when lifted flat; its types are as long as they like.
+        let case = |n: usize| format!(r#""case-with-a-long-name-{n}" "#);
+        let cases: String = (0..200).map(case).collect();
+        let export = |n: usize| {
+            format!(r#"(func (export "f{n}") (param "a" $long) (param "b" $long) (canon lift (core func $i "f")))"#)
+        };
+        let wit = component(&format!(
+            r#"(component
+                (core module $m (func (export "f") (param i32 i32) unreachable))
+                (core instance $i (instantiate $m))
+                (type $long' (enum {cases}))
+                (export $long "long" (type $long'))
+                {})"#,
+            (0..900).map(export).collect::<String>()
+        ));
+        let listed = component_exports(&wit);
+        assert!(text_bytes(&listed) < LISTING_BYTES_MAX, "{}", text_bytes(&listed));
+        assert_eq!(listed.last().unwrap().name, LEFT_OUT);
     }
 }

@@ -1,9 +1,9 @@
 //! What runs jobs: a CUDA device or the CPU. A backend belongs to one worker thread.
 //!
 //! Shared by all of them: which job is which call (`execute.rs`), modules and kernels (`modules.rs`), the threads that
-//! load them (`lane.rs`), recorded graphs (`graphs.rs`), resident kernels that make way (`residents.rs`). A folder each for what differs, with the same files in all:
-//! `cuda/mod.rs` (the device and its operations), `cuda/streams.rs`, `cuda/memory.rs`, `cuda/modules.rs`. How to add
-//! another is in ARCHITECTURE.md.
+//! load them (`lane.rs`), recorded graphs (`graphs.rs`), resident kernels that make way (`residents.rs`). A folder each
+//! for what differs, with the same files in all: `cuda/mod.rs` (the device and its operations), `cuda/streams.rs`,
+//! `cuda/memory.rs`, `cuda/modules.rs`. How to add another is in ARCHITECTURE.md.
 
 pub(crate) mod cpu;
 pub(crate) mod cuda;
