@@ -132,16 +132,15 @@ impl LaunchStream {
         let record = self.kernels.record(&context)?;
         let memory = record.page.clone();
         let control = context.control(self.stream.index())?;
-        let mut launches = control.launches.lock();
-        *launches += 1;
-        let number = *launches;
+        let sending = control.sending.lock();
+        let number = context.next_launch();
         params.push(Param::Buffer { handle: control.block.handle(), offset: 0 });
         params.push(Param::Pinned { memory, offset: record.offset });
         params.push(Param::U64(number));
         params.push(Param::U32(budget_ticks(u64::try_from(budget.as_nanos()).unwrap_or(u64::MAX))));
         let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
         let completion = self.stream.launch(&loaded, grid, &Params::new(params))?;
-        drop(launches);
+        drop(sending);
         let under_way = Some((completion, Arc::new(record)));
         let (ended, spins, background) = (None, kind == DeviceKind::Cuda, self.kernels.background.clone());
         Ok(Launch { under_way, number, image, budget, ended, spins, background })

@@ -2,6 +2,7 @@
 //! compiled kernels that stay loaded, slots for trap records, and the control block of each of its streams.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use lru::LruCache;
@@ -66,6 +67,9 @@ pub struct LaunchStream {
 /// What a tenant's launches need, for as long as one worker lives.
 pub(crate) struct LaunchContext {
     worker: u32,
+    /// The number of the last launch, on whichever stream: a record is used by one after the other, and what it says
+    /// is about the launch whose number it has.
+    launches: AtomicU64,
     /// By the streams' indices.
     controls: [OnceLock<StreamControl>; Stream::INDEX_MAX],
     records: Mutex<Records>,
@@ -75,8 +79,8 @@ pub(crate) struct LaunchContext {
 /// What launches of one stream share on the device.
 pub(crate) struct StreamControl {
     pub(crate) block: Buffer,
-    /// The number of the last launch. Held while one is sent: numbers grow in the order of the stream.
-    pub(crate) launches: Mutex<u64>,
+    /// Held while a launch is numbered and sent: numbers grow in the order of the stream.
+    pub(crate) sending: Mutex<()>,
 }
 
 #[derive(Default)]
@@ -228,7 +232,7 @@ impl TenantKernels {
             let control = context.controls.get(index).ok_or(DeviceError::StaleHandle)?;
             if control.get().is_none() {
                 let block = tenant.buffer(u64::from(CONTROL.bytes))?;
-                control.get_or_init(|| StreamControl { block, launches: Mutex::new(0) });
+                control.get_or_init(|| StreamControl { block, sending: Mutex::default() });
             }
             Ok(context)
         };
@@ -243,8 +247,6 @@ impl TenantKernels {
             records.free.extend(offsets.map(|offset| (page.clone(), u64::from(offset))));
         }
         let (page, offset) = records.free.pop().ok_or(DeviceError::OutOfMemory { asked_bytes: 64 })?;
-        // Whoever had it before may have been on another stream, whose launches have the same numbers.
-        page.write(offset, &[0; RECORD.bytes as usize])?;
         Ok(Record { page, offset, context: context.clone() })
     }
 
@@ -295,10 +297,16 @@ impl LaunchContext {
     fn new(worker: u32) -> LaunchContext {
         LaunchContext {
             worker,
+            launches: AtomicU64::new(0),
             controls: [const { OnceLock::new() }; Stream::INDEX_MAX],
             records: Mutex::default(),
             loaded: Mutex::new(LruCache::with_hasher(LOADED_MAX, Seed::default())),
         }
+    }
+
+    /// A number that no other launch has. Asked for by whoever holds the stream's `sending`.
+    pub(crate) fn next_launch(&self) -> u64 {
+        self.launches.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// The control block of a stream; `TenantKernels::context` has made it.

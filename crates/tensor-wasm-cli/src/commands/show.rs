@@ -63,7 +63,7 @@ fn facts(function: &Value, server: &str) -> Vec<(&'static str, String)> {
     if !secrets.is_empty() {
         facts.push(("secrets", secrets.join(" ")));
     }
-    facts.extend(function["unavailable"].as_str().map(|why| ("exports", format!("not known: {why}"))));
+    facts.extend(function["unavailable"].as_str().map(|why| ("unavailable", why.to_owned())));
     facts.retain(|(_, text)| !text.is_empty());
     facts
 }

@@ -226,7 +226,7 @@ impl Stream {
         let mut memory = self.state.memory.lock();
         let parts = whole_parts(&memory, params)?;
         let (mut orders, spans) = self.before(&bound, &memory, &parts)?;
-        let block = params.block(&addresses(&spans, params));
+        let block = params.block(addresses(&spans, params));
         let keeps = Some(Keep::Kernel(kernel.module.0.clone(), pinned));
         orders.push(Order::new(launch_job(kernel, grid), &block, keeps));
         self.open(&bound, &mut memory)?;
@@ -293,7 +293,7 @@ impl Stream {
                         addresses.push(span(&memory, handle, offset, len)?);
                     }
                     jobs.push((launch_job(kernel, *grid), Some(blocks.len())));
-                    blocks.push(params.block(&addresses));
+                    blocks.push(params.block(addresses));
                 }
             }
         }
@@ -342,12 +342,12 @@ pub(crate) fn whole_parts(memory: &TenantMemory, params: &Params) -> Result<Vec<
         }
         Ok(Part { handle, offset: 0, len: size, access: Access::Update })
     };
-    params.spans().into_iter().map(part).collect()
+    params.spans().map(part).collect()
 }
 
 /// The addresses of the buffers among the parameters, with their offsets.
-pub(crate) fn addresses(spans: &[Span], params: &Params) -> Vec<u64> {
-    spans.iter().zip(params.spans()).map(|(span, (_, offset))| span.address + offset).collect()
+pub(crate) fn addresses(spans: &[Span], params: &Params) -> impl Iterator<Item = u64> {
+    spans.iter().zip(params.spans()).map(|(span, (_, offset))| span.address + offset)
 }
 
 pub(crate) fn launch_job(kernel: &Kernel, grid: Grid) -> Job {

@@ -61,12 +61,12 @@ impl Params {
     }
 
     /// The buffers among them, with their offsets.
-    pub(crate) fn spans(&self) -> Vec<(Handle, u64)> {
+    pub(crate) fn spans(&self) -> impl Iterator<Item = (Handle, u64)> {
         let buffer = |param: &Param| match param {
             Param::Buffer { handle, offset } => Some((*handle, *offset)),
             _ => None,
         };
-        self.0.iter().filter_map(buffer).collect()
+        self.0.iter().filter_map(buffer)
     }
 
     /// The pinned memories among them, all of which must be this slab's.
@@ -102,9 +102,9 @@ impl Params {
     }
 
     /// The parameter block, with the addresses of the buffers in the order of `spans`.
-    pub(crate) fn block(&self, addresses: &[u64]) -> Vec<u8> {
-        let mut addresses = addresses.iter();
-        let mut block = Vec::new();
+    pub(crate) fn block(&self, addresses: impl IntoIterator<Item = u64>) -> Vec<u8> {
+        let mut addresses = addresses.into_iter();
+        let mut block = Vec::with_capacity(8 * self.0.len());
         for (param, (offset, _)) in self.0.iter().zip(self.layout()) {
             block.resize(offset as usize, 0);
             match param {
@@ -118,7 +118,7 @@ impl Params {
                     block.extend_from_slice(&(memory.device_address() + offset).to_le_bytes());
                 }
                 Param::Buffer { .. } => {
-                    block.extend_from_slice(&addresses.next().copied().unwrap_or(0).to_le_bytes());
+                    block.extend_from_slice(&addresses.next().unwrap_or(0).to_le_bytes());
                 }
             }
         }
@@ -136,9 +136,9 @@ mod tests {
         let params = Params::new([Param::I32(-1), buffer, Param::F32(1.0), Param::F64(2.0)]);
         let expected = [(0, 4), (8, 8), (16, 4), (24, 8)];
         assert_eq!(params.layout().collect::<Vec<_>>(), expected);
-        assert_eq!(params.spans(), [(Handle(9), 4)]);
+        assert_eq!(params.spans().collect::<Vec<_>>(), [(Handle(9), 4)]);
         params.check(&expected).unwrap();
-        let block = params.block(&[0x1122]);
+        let block = params.block([0x1122]);
         assert_eq!(block.len(), 32);
         assert_eq!(block[..16], [255, 255, 255, 255, 0, 0, 0, 0, 0x22, 0x11, 0, 0, 0, 0, 0, 0]);
         let message = |expected: &[(u32, u32)]| params.check(expected).unwrap_err().to_string();
@@ -147,6 +147,6 @@ mod tests {
         let many = Params::new((0..PAYLOAD_BYTES_MAX / 8 + 1).map(|_| Param::U64(1)));
         let expected: Vec<_> = many.layout().collect();
         assert!(many.check(&expected).unwrap_err().to_string().contains("4096 are possible"));
-        assert!(Params::default().block(&[]).is_empty());
+        assert!(Params::default().block([]).is_empty());
     }
 }

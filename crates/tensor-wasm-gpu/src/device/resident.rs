@@ -80,7 +80,7 @@ impl Stream {
         let mut memory = self.state.memory.lock();
         let parts = whole_parts(&memory, &params)?;
         let (mut orders, spans) = self.before(bound, &memory, &parts)?;
-        let block = params.block(&addresses(&spans, &params));
+        let block = params.block(addresses(&spans, &params));
         orders.push(Order::new(launch_job(kernel, grid), &block, Some(Keep::Kernel(kernel.module().clone(), pinned))));
         let ticket = bound.link.send(stream as usize, orders)?;
         parts.iter().for_each(|part| memory.arena.hold(*part, ticket.as_use()));

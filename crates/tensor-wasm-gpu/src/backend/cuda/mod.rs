@@ -248,21 +248,19 @@ impl DeviceOps for CudaDevice {
     }
 
     fn launch(&mut self, on: usize, kernel: CudaKernel, shape: LaunchShape, params: &[u8]) -> Result<(), DeviceError> {
-        let (context, residents, target) = (self.context.clone(), self.residents.clone(), self.target(on)?);
-        let own = self.stream_mut(on)?;
+        let (own, target) = (self.stream(on)?, self.target(on)?);
         // A function belongs to one context, a kernel to all: a green one, too.
         let function = if own.green.is_some() { kernel.kernel.cast() } else { kernel.function };
-        match &mut own.resident {
-            None => launch_kernel(function, target, shape, params),
-            Some(resident) if resident.ending.is_some() => {
-                Err(DeviceError::BadLaunch { why: "the stream has its resident kernel already".to_owned() })
-            }
-            Some(resident) => {
-                let kernel = CudaResident::new(context, function, target, shape, params)?;
-                resident.ending = Some(residents.stay(resident.words, on, kernel)?);
-                Ok(())
-            }
+        let Some(resident) = &own.resident else { return launch_kernel(function, target, shape, params) };
+        if resident.ending.is_some() {
+            return Err(DeviceError::BadLaunch { why: "the stream has its resident kernel already".to_owned() });
         }
+        let kernel = CudaResident::new(self.context.clone(), function, target, shape, params)?;
+        let ending = self.residents.stay(resident.words, on, kernel)?;
+        if let Some(resident) = &mut self.stream_mut(on)?.resident {
+            resident.ending = Some(ending);
+        }
+        Ok(())
     }
 
     fn begin_graph(&mut self, on: usize) -> Result<(), DeviceError> {
