@@ -25,8 +25,8 @@ pub(super) trait ModuleLoader: Send + Sync + 'static {
     /// Loads an image, padding included. It may take seconds, and only its lane waits.
     fn load(&self, lane: usize, image: Vec<u8>) -> Result<Self::Module, DeviceError>;
 
-    /// The server sees to it that nothing on the device uses the module any more.
-    fn unload(&self, module: Self::Module) -> Result<(), DeviceError>;
+    /// The server sees to it that nothing on the device uses the modules any more.
+    fn unload(&self, modules: Vec<Self::Module>) -> Result<(), DeviceError>;
 
     fn find(&self, module: &Self::Module, name: &[u8]) -> Result<FoundKernel<Self::Kernel>, DeviceError>;
 }
@@ -138,7 +138,9 @@ impl<L: ModuleLoader> Modules<L> {
         // Outside the lock: a driver may take its time.
         let gone = self.table.lock().remove_modules(which);
         let count = gone.len();
-        gone.into_iter().try_for_each(|module| self.loader.unload(module))?;
+        if count > 0 {
+            self.loader.unload(gone)?;
+        }
         Ok(count)
     }
 }

@@ -4,17 +4,22 @@
 //! millisecond in which messages wait in memory. Nothing is lost, because what a resident kernel knows is in memory
 //! too.
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Weak};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::DeviceError;
-use crate::slab::{STOP_LEAVE, STOP_NO, Slab};
+use crate::slab::{STOP_END, STOP_LEAVE, STOP_NO, Slab};
 
-/// A resident kernel that was asked to leave and is there after this long costs the worker.
+/// A resident kernel that was asked to leave and is there after this long costs the worker; one that has not begun,
+/// because it waits for what comes before it, may take as long as that may.
 const LEAVE_MAX: Duration = Duration::from_secs(5);
+const BEGIN_MAX: Duration = Duration::from_secs(60);
+
+/// Between two looks at whether one has begun.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A resident kernel as its thread has it.
 pub(super) trait ResidentKernel: Send + 'static {
@@ -27,21 +32,51 @@ pub(super) trait ResidentKernel: Send + 'static {
     fn wait(&mut self) -> Result<(), DeviceError>;
 }
 
-/// The resident kernels of a device, for its worker and for the lanes.
+/// The resident kernels that share a context with this process's workers, for those and for their lanes.
+#[derive(Default)]
 pub(super) struct Residents {
-    slab: Arc<Slab>,
     state: Mutex<Presence>,
     changed: Condvar,
 }
 
-/// Resident kernels by the number of their words in the slab.
 #[derive(Default)]
 struct Presence {
-    present: Vec<usize>,
-    /// Asked to leave and to come back.
-    asked: Vec<usize>,
+    present: Vec<ResidentWords>,
+    /// Asked to leave, or to stay away, and to come back.
+    asked: Vec<ResidentWords>,
     /// How many want the device without resident kernels.
     pauses: usize,
+    /// Those that a thread keeps, on the device or not, and the slabs of workers that are gone.
+    kept: Vec<ResidentWords>,
+    closed: Vec<Weak<Slab>>,
+}
+
+/// Which words of which worker's slab are a resident kernel's.
+#[derive(Clone)]
+struct ResidentWords {
+    slab: Arc<Slab>,
+    words: usize,
+}
+
+impl ResidentWords {
+    fn stop(&self) -> &AtomicU64 {
+        self.slab.stop(self.words)
+    }
+
+    fn has_begun(&self) -> bool {
+        self.slab.beat(self.words).load(Ordering::Relaxed) != 0
+    }
+
+    /// Asks it to leave, unless it is told to end or asked already.
+    fn ask(&self) -> bool {
+        self.stop().compare_exchange(STOP_NO, STOP_LEAVE, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+}
+
+impl PartialEq for ResidentWords {
+    fn eq(&self, other: &ResidentWords) -> bool {
+        Arc::ptr_eq(&self.slab, &other.slab) && self.words == other.words
+    }
 }
 
 /// While this is held, no resident kernel is on the device.
@@ -62,73 +97,94 @@ struct EndingState {
 }
 
 impl Residents {
-    pub(super) fn new(slab: Arc<Slab>) -> Residents {
-        Residents { slab, state: Mutex::default(), changed: Condvar::new() }
+    /// Workers that are threads of one process share a device's primary context.
+    pub(super) fn of_process() -> Arc<Residents> {
+        static RESIDENTS: LazyLock<Arc<Residents>> = LazyLock::new(Arc::default);
+        RESIDENTS.clone()
     }
 
     /// Launches a kernel whose words are `words`, and again whenever it has made way, until it is told to end.
     pub(super) fn stay(
         self: &Arc<Self>,
+        slab: &Arc<Slab>,
         words: usize,
         stream: usize,
         mut kernel: impl ResidentKernel,
     ) -> Result<Arc<Ending>, DeviceError> {
-        let ending = Arc::new(Ending { slab: self.slab.clone(), stream, state: Mutex::default() });
-        let (own, ends) = (self.clone(), ending.clone());
+        let ending = Arc::new(Ending { slab: slab.clone(), stream, state: Mutex::default() });
+        let (own, ends, id) = (self.clone(), ending.clone(), ResidentWords { slab: slab.clone(), words });
+        let unkept = id.clone();
         // A worker does not wait for a pause to be over; that is for the thread.
         let mut state = self.state.lock();
         let is_launched = state.pauses == 0;
         if is_launched {
             kernel.launch()?;
-            state.present.push(words);
+            state.present.push(id.clone());
         }
+        state.kept.push(id.clone());
         drop(state);
         let run = move || {
-            match kernel.enter().and_then(|()| own.keep(words, &mut kernel, is_launched)) {
-                Ok(()) => {}
-                Err(lost @ DeviceError::DeviceLost { .. }) => crate::worker::lost(&own.slab, &lost),
-                Err(error) => tracing::error!(%error, "a resident kernel could not be launched again and has ended"),
+            let kept = kernel.enter().and_then(|()| own.keep(&id, &mut kernel, is_launched));
+            if let Err(error) = kept {
+                // Whoever waits for it must not take it for one that was told to end.
+                let why = format!("a resident kernel could not be launched again: {error}");
+                crate::worker::lost(&id.slab, &DeviceError::DeviceLost { why });
             }
             ends.tell();
+            own.state.lock().kept.retain(|kept| *kept != id);
+            own.changed.notify_all();
         };
         match std::thread::Builder::new().name(format!("resident-{words}")).spawn(run) {
             Ok(_) => Ok(ending),
-            // It is on the device and nobody would launch it again: the worker goes, and it with it.
-            Err(e) if is_launched => Err(DeviceError::DeviceLost { why: format!("no thread can be started: {e}") }),
-            Err(e) => Err(DeviceError::Refused { why: format!("no thread can be started: {e}") }),
+            // It may be on the device, and nobody would launch it again: the worker goes, and it with it.
+            Err(e) => {
+                let mut state = self.state.lock();
+                state.kept.retain(|kept| *kept != unkept);
+                state.present.retain(|present| *present != unkept);
+                Err(DeviceError::DeviceLost { why: format!("no thread can be started: {e}") })
+            }
         }
     }
 
-    fn keep(&self, words: usize, kernel: &mut impl ResidentKernel, is_launched: bool) -> Result<(), DeviceError> {
-        let mut is_present = is_launched || self.come(words, kernel)?;
+    fn keep(&self, id: &ResidentWords, kernel: &mut impl ResidentKernel, is_launched: bool) -> Result<(), DeviceError> {
+        let mut is_present = is_launched || self.come(id, kernel)?;
         while is_present {
             let waited = kernel.wait();
-            let is_asked = self.leave(words);
+            let is_asked = self.leave(id);
             waited?;
-            is_present = is_asked && self.come(words, kernel)?;
+            is_present = is_asked && self.come(id, kernel)?;
         }
         Ok(())
     }
 
     /// Launches a kernel once nobody wants the device without it. False if it was told to end.
-    fn come(&self, words: usize, kernel: &mut impl ResidentKernel) -> Result<bool, DeviceError> {
+    fn come(&self, id: &ResidentWords, kernel: &mut impl ResidentKernel) -> Result<bool, DeviceError> {
         let mut state = self.state.lock();
-        self.changed.wait_while(&mut state, |state| state.pauses > 0);
-        if self.slab.stop(words).load(Ordering::Acquire) != STOP_NO {
+        while state.pauses > 0 {
+            // Whoever watches its heartbeat sees that it is away.
+            if id.ask() {
+                state.asked.push(id.clone());
+            }
+            self.changed.wait(&mut state);
+        }
+        let is_closed = state.closed.iter().any(|slab| std::ptr::eq(slab.as_ptr(), Arc::as_ptr(&id.slab)));
+        if is_closed || id.stop().load(Ordering::Acquire) != STOP_NO {
             return Ok(false);
         }
+        // It begins anew, when the device has room for it.
+        id.slab.beat(id.words).store(0, Ordering::Relaxed);
         kernel.launch()?;
-        state.present.push(words);
+        state.present.push(id.clone());
         Ok(true)
     }
 
     /// Takes note that a kernel has left. Returns whether it was only asked to make way: if so, nobody takes that back
-    /// before this is known.
-    fn leave(&self, words: usize) -> bool {
+    /// before this is known. One that returned of itself at that moment is launched again.
+    fn leave(&self, id: &ResidentWords) -> bool {
         let mut state = self.state.lock();
-        state.present.retain(|present| *present != words);
+        state.present.retain(|present| present != id);
         self.changed.notify_all();
-        self.slab.stop(words).load(Ordering::Acquire) == STOP_LEAVE
+        id.stop().load(Ordering::Acquire) == STOP_LEAVE
     }
 
     /// Has all resident kernels leave, and waits until they have.
@@ -137,22 +193,35 @@ impl Residents {
         state.pauses += 1;
         let pause = Pause(self);
         let Presence { present, asked, .. } = &mut *state;
-        for words in present.iter() {
-            let stop = self.slab.stop(*words);
-            // One that is told to end meanwhile does that.
-            if stop.compare_exchange(STOP_NO, STOP_LEAVE, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                asked.push(*words);
+        asked.extend(present.iter().filter(|id| id.ask()).cloned());
+        let asked_at = Instant::now();
+        let mut begun_at = asked_at;
+        while !state.present.is_empty() {
+            let now = Instant::now();
+            if state.present.iter().any(|id| !id.has_begun()) {
+                begun_at = now;
             }
+            if now - begun_at > LEAVE_MAX || now - asked_at > BEGIN_MAX {
+                drop(state);
+                return Err(DeviceError::DeviceLost {
+                    why: format!("a resident kernel was asked to make way and was there after {:?}", now - asked_at),
+                });
+            }
+            self.changed.wait_for(&mut state, LOOK);
         }
-        let until = Instant::now() + LEAVE_MAX;
-        let is_late = self.changed.wait_while_until(&mut state, |state| !state.present.is_empty(), until).timed_out();
         drop(state);
-        if is_late {
-            return Err(DeviceError::DeviceLost {
-                why: format!("a resident kernel was asked to make way and was there after {LEAVE_MAX:?}"),
-            });
-        }
         Ok(pause)
+    }
+
+    /// Ends those of a worker that is going, and waits until their threads have let go of what is its.
+    pub(super) fn close(&self, slab: &Arc<Slab>) {
+        let mut state = self.state.lock();
+        state.closed.retain(|slab| slab.strong_count() > 0);
+        state.closed.push(Arc::downgrade(slab));
+        let is_its = |id: &ResidentWords| Arc::ptr_eq(&id.slab, slab);
+        state.kept.iter().filter(|id| is_its(id)).for_each(|id| id.stop().store(STOP_END, Ordering::Release));
+        let until = Instant::now() + LEAVE_MAX;
+        self.changed.wait_while_until(&mut state, |state| state.kept.iter().any(is_its), until);
     }
 }
 
@@ -161,9 +230,8 @@ impl Drop for Pause<'_> {
         let mut state = self.0.state.lock();
         state.pauses -= 1;
         if state.pauses == 0 {
-            for words in state.asked.drain(..) {
-                let stop = self.0.slab.stop(words);
-                let _ = stop.compare_exchange(STOP_LEAVE, STOP_NO, Ordering::AcqRel, Ordering::Relaxed);
+            for id in state.asked.drain(..) {
+                let _ = id.stop().compare_exchange(STOP_LEAVE, STOP_NO, Ordering::AcqRel, Ordering::Relaxed);
             }
             self.0.changed.notify_all();
         }
@@ -195,7 +263,7 @@ impl Ending {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::slab::{STOP_END, SlabPlan};
+    use crate::slab::SlabPlan;
     use std::sync::atomic::{AtomicBool, AtomicUsize};
     use std::thread::JoinHandle;
 
@@ -237,14 +305,14 @@ mod tests {
     fn resident_kernels_make_way_and_come_back_until_they_are_told_to_end() {
         const KERNELS: usize = 3;
         let slab = Arc::new(Slab::create(&SlabPlan::default()).unwrap());
-        let residents = Arc::new(Residents::new(slab.clone()));
+        let residents = Arc::new(Residents::default());
         let launches = Arc::new(AtomicUsize::new(0));
         let on_device: Vec<Arc<AtomicBool>> = (0..KERNELS).map(|_| Arc::default()).collect();
         let endings: Vec<Arc<Ending>> = (0..KERNELS)
             .map(|words| {
-                let (slab, launches, is_on_device) = (slab.clone(), launches.clone(), on_device[words].clone());
-                let kernel = ThreadKernel { slab, words, launches, is_on_device, running: None };
-                residents.stay(words, 10 + words, kernel).unwrap()
+                let (launches, is_on_device) = (launches.clone(), on_device[words].clone());
+                let kernel = ThreadKernel { slab: slab.clone(), words, launches, is_on_device, running: None };
+                residents.stay(&slab, words, 10 + words, kernel).unwrap()
             })
             .collect();
         endings.iter().for_each(|ending| ending.flag(77));
@@ -263,9 +331,12 @@ mod tests {
         });
         let is_flagged = |words: usize| slab.flag(10 + words).load(Ordering::Acquire) == 77;
         // All of them come back, however often they left, and beat.
-        let beats: Vec<u64> = (0..KERNELS).map(|words| slab.beat(words).load(Ordering::Relaxed)).collect();
-        while (0..KERNELS).any(|words| slab.beat(words).load(Ordering::Relaxed) == beats[words]) {
-            std::thread::yield_now();
+        for (words, is_on_device) in on_device.iter().enumerate() {
+            let beats = || slab.beat(words).load(Ordering::Relaxed);
+            let before = beats();
+            while !is_on_device.load(Ordering::SeqCst) || beats() == before || beats() == 0 {
+                std::thread::yield_now();
+            }
         }
         assert!((0..KERNELS).all(|words| !is_flagged(words)), "leaving is not ending");
         assert!(launches.load(Ordering::Relaxed) > KERNELS);
@@ -278,9 +349,9 @@ mod tests {
             std::thread::yield_now();
         }
         assert!(!is_flagged(2));
-        slab.stop(2).store(STOP_END, Ordering::Release);
-        while !is_flagged(2) {
-            std::thread::yield_now();
-        }
+        // With its worker, the last one goes too, and nobody comes back.
+        residents.close(&slab);
+        assert!(is_flagged(2) && !on_device[2].load(Ordering::SeqCst));
+        assert!(residents.state.lock().kept.is_empty());
     }
 }

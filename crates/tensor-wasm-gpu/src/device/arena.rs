@@ -88,12 +88,6 @@ impl Uses {
         self.held.push(own);
     }
 
-    /// Its block is free: whoever has it next comes after those that hold it, too.
-    fn freed(mut self) -> Uses {
-        self.reads.append(&mut self.held);
-        self
-    }
-
     fn all(self) -> impl Iterator<Item = StreamUse> {
         self.write.into_iter().chain(self.reads)
     }
@@ -193,6 +187,8 @@ pub(crate) struct Arena {
     chunks: Slots<Chunk>,
     /// The chunk that blocks are cut from.
     cutting: Option<usize>,
+    /// Blocks of buffers that were freed and that a resident job uses.
+    held: Vec<(Block, Uses)>,
     entries: Vec<Entry>,
     unused: Vec<u32>,
     stats: MemoryStats,
@@ -225,6 +221,7 @@ impl Arena {
             chunks: Slots::new(),
             cutting: None,
             entries: Vec::new(),
+            held: Vec::new(),
             unused: Vec::new(),
             stats: MemoryStats::default(),
         }
@@ -286,11 +283,32 @@ impl Arena {
         if entry.generation < 1 << GENERATION_BITS {
             self.unused.push(index);
         }
-        self.free[usize::from(block.class)].push((block, std::mem::take(&mut entry.uses).freed()));
+        let uses = std::mem::take(&mut entry.uses);
+        self.stats.buffers -= 1;
+        if uses.held.is_empty() {
+            self.release(block, uses);
+        } else {
+            self.held.push((block, uses));
+        }
+        Ok(())
+    }
+
+    fn release(&mut self, block: Block, uses: Uses) {
+        self.free[usize::from(block.class)].push((block, uses));
         self.chunks[block.chunk as usize].blocks_used -= 1;
         self.stats.used_bytes -= class_bytes(usize::from(block.class));
-        self.stats.buffers -= 1;
-        Ok(())
+    }
+
+    /// Blocks of buffers that were freed while a resident job used them are free once it has ended: it comes and goes,
+    /// so nothing can be ordered after it that is not after its end.
+    pub(crate) fn release_held(&mut self, is_past: impl Fn(StreamUse) -> bool) {
+        for at in (0..self.held.len()).rev() {
+            if self.held[at].1.held.iter().all(|held| is_past(*held)) {
+                let (block, mut uses) = self.held.swap_remove(at);
+                uses.held.clear();
+                self.release(block, uses);
+            }
+        }
     }
 
     /// A part of a buffer. Once it is sure to be used so, `touch` the buffer.
@@ -582,6 +600,26 @@ mod tests {
         let trimmed = arena.trim();
         assert_eq!(trimmed.len(), 1);
         assert_eq!(trimmed[0].uses, [at(8, 7), at(9, 8)]);
+    }
+
+    #[test]
+    fn a_block_that_a_resident_job_uses_is_free_when_that_has_ended() {
+        let (mut arena, mut next) = (Arena::new("t", Origin { tenant: 1, worker: 3 }, 1 << 30), 1 << 30);
+        let resident = StreamUse { stream: 7, number: 1 };
+        let buffer = allocate(&mut arena, &mut next, 1000).unwrap();
+        let part = Part { handle: buffer, offset: 0, len: 1000, access: Access::Update };
+        let address = arena.peek(part).unwrap().address;
+        arena.hold(part, resident);
+        let used = arena.stats().used_bytes;
+        arena.free(buffer).unwrap();
+        arena.release_held(|_| false);
+        assert_eq!((arena.stats().used_bytes, arena.stats().buffers), (used, 0), "it is its tenant's still");
+        assert!(arena.trim().is_empty());
+        let other = allocate(&mut arena, &mut next, 1000).unwrap();
+        assert_ne!(arena.span(other, 0, 1000, true).unwrap().address, address);
+        arena.release_held(|held| held == resident);
+        let third = allocate(&mut arena, &mut next, 1000).unwrap();
+        assert_eq!(arena.span(third, 0, 1000, true).unwrap().address, address);
     }
 
     #[test]

@@ -146,7 +146,8 @@ struct Tenants {
 /// The end of a tenant or of one of its streams, in stages, each sent once the one before is done. Nobody waits for it.
 struct Closing {
     bound: Arc<Bound>,
-    /// Of the tenant, if it is the end of that.
+    /// The tenant's number; whether it is the end of that too.
+    owner: u32,
     home: Option<u32>,
     /// Of the pool.
     streams: Vec<u32>,
@@ -156,7 +157,8 @@ struct Closing {
 }
 
 impl Closing {
-    fn new(bound: Arc<Bound>, home: Option<u32>, streams: Vec<u32>) -> Closing {
+    fn new(bound: Arc<Bound>, owner: u32, is_tenant: bool, streams: Vec<u32>) -> Closing {
+        let home = is_tenant.then_some(owner);
         let all = |job: fn(u32) -> (usize, Job)| streams.iter().map(|stream| job(*stream)).collect();
         // The tenant's other streams go before its first, and its modules when nothing that runs can need them.
         let mut stages: Vec<Vec<(usize, Job)>> = Vec::new();
@@ -167,7 +169,7 @@ impl Closing {
         }
         stages.push(all(|stream| (CONTROL, Job::CloseStream { stream })));
         stages.push(all(|stream| (stream as usize, Job::Clear)));
-        Closing { bound, home, streams, sent: Vec::new(), stages }
+        Closing { bound, owner, home, streams, sent: Vec::new(), stages }
     }
 
     /// Goes on as far as it can. True when all of it is free.
@@ -208,7 +210,12 @@ impl Closing {
 impl Tenants {
     fn reap(&mut self) {
         let Tenants { unused, unused_streams, closing, .. } = self;
+        // A tenant's memory, modules and multiprocessors go when all of its streams have.
+        let with_streams: Vec<u32> = closing.iter().filter(|own| own.home.is_none()).map(|own| own.owner).collect();
         closing.retain_mut(|closing| {
+            if closing.home.is_some_and(|home| with_streams.contains(&home)) && closing.bound.link.lost().is_none() {
+                return true;
+            }
             let is_over = closing.advance();
             if is_over {
                 unused.extend(closing.home);
@@ -470,10 +477,10 @@ impl Device {
     }
 
     /// Gives streams of the pool back, once everything on them is done.
-    pub(crate) fn close_streams(&self, streams: Vec<u32>) {
+    pub(crate) fn close_streams(&self, owner: u32, streams: Vec<u32>) {
         let bound = self.0.current.read().clone();
         let mut tenants = self.0.tenants.lock();
-        tenants.closing.push(Closing::new(bound, None, streams));
+        tenants.closing.push(Closing::new(bound, owner, false, streams));
         tenants.reap();
     }
 
@@ -571,6 +578,7 @@ impl TenantState {
         if memory.worker != Some(bound.link.worker) {
             return;
         }
+        memory.arena.release_held(|held| bound.link.is_past(held));
         let trimmed = memory.arena.trim();
         drop(memory);
         // On the tenant's first stream, after what still uses the memory on the others.
@@ -608,7 +616,7 @@ impl Drop for TenantState {
         tenants.unused_streams.extend(unused);
         // Buffers that nobody freed are free now: nobody is left to use them.
         if is_known {
-            tenants.closing.push(Closing::new(bound, Some(self.home.number), closing));
+            tenants.closing.push(Closing::new(bound, self.home.number, true, closing));
         } else {
             tenants.unused.push(self.home.number);
         }
@@ -643,6 +651,7 @@ impl Tenant {
             let bound = self.state.device.0.current.read();
             let mut memory = self.state.memory.lock();
             if memory.worker == Some(bound.link.worker) && bound.link.lost().is_none() {
+                memory.arena.release_held(|held| bound.link.is_past(held));
                 match memory.arena.allocate(bytes) {
                     Ok(handle) => return Ok(handle),
                     Err(Shortage::Refused(error)) => return Err(error),

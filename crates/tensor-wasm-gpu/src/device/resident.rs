@@ -54,7 +54,7 @@ impl Tenant {
             }
             Err(error) => {
                 bound.link.end_resident(words);
-                state.device.close_streams(vec![number]);
+                state.device.close_streams(state.number(), vec![number]);
                 Err(error)
             }
         }
@@ -123,6 +123,7 @@ impl Drop for Resident {
     fn drop(&mut self) {
         self.stop();
         // Its stream is free once it has ended.
-        self.stream.device().close_streams(vec![self.stream.number()]);
+        let owner = self.stream.state.number();
+        self.stream.device().close_streams(owner, vec![self.stream.number()]);
     }
 }

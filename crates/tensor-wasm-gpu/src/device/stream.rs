@@ -124,7 +124,7 @@ impl TenantState {
             count += numbers.len();
             // While the tenant is held: its line is there for as long as one of its streams is.
             if !numbers.is_empty() {
-                self.device.close_streams(numbers);
+                self.device.close_streams(tenant.number(), numbers);
             }
         }
     }

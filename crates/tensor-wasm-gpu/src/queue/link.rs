@@ -46,6 +46,9 @@ pub(crate) const FLAGGED: u32 = 1 << 28;
 /// the time since something was last seen done, and would pay for jobs that are done and not seen.
 const FLAG_NS: i64 = 50_000;
 
+/// A job that is stuck beside others of its tenant that are not is found after so many times the limit of a job.
+const STUCK_PART: u32 = 16;
+
 /// Jobs on a resident job's stream: itself, the zeroing of its buffers, and its end.
 const RESIDENT_JOBS_MAX: usize = 4;
 
@@ -146,6 +149,8 @@ struct TenantLine {
     tenant: Arc<str>,
     /// Cells in use, also for answers that nobody has asked for yet.
     cells: usize,
+    /// When a job was last seen done, on whichever of its streams.
+    last_done: Instant,
 }
 
 struct StreamQueue {
@@ -262,7 +267,7 @@ impl Link {
     pub(crate) fn open(&self, stream: usize, tenant: &str, share: Share) {
         let mut state = self.state.lock();
         let line = state.fair.open(share);
-        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0 });
+        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0, last_done: Instant::now() });
         self.open_queue(&mut state, stream, stream, line, false);
     }
 
@@ -279,7 +284,7 @@ impl Link {
         let share = Share { weight: 0, running_max: RESIDENT_JOBS_MAX, waiting_max: RESIDENT_JOBS_MAX };
         let mut state = self.state.lock();
         let line = state.fair.open(share);
-        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0 });
+        state.lines[stream] = Some(TenantLine { line, tenant: tenant.into(), cells: 0, last_done: Instant::now() });
         self.open_queue(&mut state, stream, stream, line, true);
     }
 
@@ -319,8 +324,8 @@ impl Link {
         streams[stream].is_none()
     }
 
-    /// How long the oldest job on the device has been there, of those that are bound to end, for each of its tenant's
-    /// streams that has one.
+    /// How long the oldest job on the device has been there, of those that are bound to end, since its tenant was last
+    /// seen to make progress; and at the least a part of how long it has been there at all.
     pub(crate) fn oldest(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         let now = Instant::now();
@@ -337,10 +342,10 @@ impl Link {
                 since = since.max(state.streams[before].as_ref().map_or(now, |before| before.last_done));
             }
             // Jobs of the tenant's other streams may have run before it: a full device, or a CPU, runs one after the
-            // other. So the time is shared by as many as there are.
-            let beside = |n: &&usize| state.streams[**n].as_ref().is_some_and(|other| other.home == stream.home);
-            let count = u32::try_from(state.active.iter().filter(beside).count()).unwrap_or(u32::MAX);
-            Some(now.saturating_duration_since(since) / count.max(1))
+            // other. But not for ever.
+            let progress = since.max(state.lines[stream.home].as_ref()?.last_done);
+            let since_progress = now.saturating_duration_since(progress);
+            Some(since_progress.max(now.saturating_duration_since(since) / STUCK_PART))
         };
         // How long a module takes to compile is its tenant's affair alone.
         state.active.iter().filter(|n| !is_lane(**n)).filter_map(first).max()
@@ -567,6 +572,9 @@ impl Link {
             {
                 stream.running.pop_front();
                 stream.last_done = now;
+                if let Some(shared) = &mut lines[stream.home] {
+                    shared.last_done = now;
+                }
                 let own = &mut cells[cell as usize];
                 let sent = own.sent.unwrap_or(now);
                 if own.is_last {

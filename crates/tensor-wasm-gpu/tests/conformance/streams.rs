@@ -369,6 +369,10 @@ pub(super) fn resident(setup: &Setup) {
         let part = device.tenant(&format!("part-{rounds}"), limits).unwrap();
         let own = part.buffer(1_000).unwrap();
         write(&part, own.handle(), 0, &[1; 1_000]);
+        let frame = test_kernel(&part, "frame");
+        let params = Params::new([0, 8].map(|offset| Param::Buffer { handle: own.handle(), offset }));
+        retry(|| part.launch(&frame, ONE, &params)).wait().unwrap();
+        assert_eq!(read(&part, own.handle(), 8, 1), [2]);
         std::thread::sleep(Duration::from_millis(5));
     }
     assert!(!first.is_over() && !second.is_over() && first.beats() > 10, "{}", first.beats());

@@ -34,7 +34,7 @@ impl ModuleLoader for CpuLoader {
         code.load(lane - TENANTS, &image).map_err(|why| DeviceError::BadModule { why })
     }
 
-    fn unload(&self, _module: Arc<dyn HostModule>) -> Result<(), DeviceError> {
+    fn unload(&self, _modules: Vec<Arc<dyn HostModule>>) -> Result<(), DeviceError> {
         Ok(())
     }
 

@@ -40,12 +40,12 @@ pub(super) fn open(slab: &Arc<Slab>, index: u32) -> Result<Box<dyn Backend>, Una
     let context = Context::retain(device).map_err(failed)?;
     context.enter().map_err(failed)?;
     let slab_address = memory::register(slab).map_err(failed)?;
-    let residents = Arc::new(Residents::new(slab.clone()));
-    let loader = CudaLoader { device, context: context.clone(), residents: residents.clone() };
+    let residents = Residents::of_process();
+    let loader = CudaLoader::new(device, context.clone(), residents.clone());
     let streams = (0..STREAMS).map(|_| None).collect();
     let queues = HardwareQueues::new();
     let mut opened = CudaDevice { slab: slab.clone(), device, context, slab_address, streams, queues, residents };
-    opened.streams[CONTROL] = Some(CudaStream::new(CONTROL, None, &mut opened.queues).map_err(failed)?);
+    opened.streams[CONTROL] = Some(CudaStream::control(CONTROL, &mut opened.queues).map_err(failed)?);
     Ok(Box::new(Executor::new(slab.clone(), opened, loader)))
 }
 
@@ -256,7 +256,7 @@ impl DeviceOps for CudaDevice {
             return Err(DeviceError::BadLaunch { why: "the stream has its resident kernel already".to_owned() });
         }
         let kernel = CudaResident::new(self.context.clone(), function, target, shape, params)?;
-        let ending = self.residents.stay(resident.words, on, kernel)?;
+        let ending = self.residents.stay(&self.slab, resident.words, on, kernel)?;
         if let Some(resident) = &mut self.stream_mut(on)?.resident {
             resident.ending = Some(ending);
         }
@@ -335,6 +335,9 @@ impl DeviceOps for CudaDevice {
     }
 
     fn finish(&mut self) {
+        self.residents.close(&self.slab);
+        // Other workers' resident kernels in this process are in the same context.
+        let _pause = self.residents.pause();
         // SAFETY: the worker's context is current. After a sticky error this fails, and the process is about to end.
         let _ = unsafe { cu::cuCtxSynchronize() };
     }
@@ -368,6 +371,9 @@ fn launch_kernel(
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
+        // Destroying contexts and unregistering memory waits for what others in this process have on the device.
+        let residents = self.residents.clone();
+        let _pause = residents.pause();
         // Everything on them is done (`finish`), and the graphs are gone.
         // From the last on: a green context goes after the streams in it.
         for (n, own) in self.streams.iter_mut().enumerate().rev() {

@@ -9,6 +9,7 @@ use cudarc::driver::sys::CUresult;
 use object::LittleEndian;
 use object::elf::{FileHeader64, PN_XNUM, ProgramHeader64};
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader};
+use parking_lot::Mutex;
 
 use super::driver::{Context, attribute, check};
 use crate::backend::modules::{FoundKernel, ModuleLoader};
@@ -20,9 +21,11 @@ use crate::slab::PAYLOAD_BYTES_MAX;
 const COMPILER_LOG_BYTES: usize = 4096;
 
 pub(super) struct CudaLoader {
-    pub(super) device: cu::CUdevice,
-    pub(super) context: Arc<Context>,
-    pub(super) residents: Arc<Residents>,
+    device: cu::CUdevice,
+    context: Arc<Context>,
+    residents: Arc<Residents>,
+    /// Held while the stacks of threads grow.
+    growing: Mutex<()>,
 }
 
 #[derive(Clone, Copy)]
@@ -41,6 +44,10 @@ unsafe impl Send for Library {}
 unsafe impl Send for CudaKernel {}
 
 impl CudaLoader {
+    pub(super) fn new(device: cu::CUdevice, context: Arc<Context>, residents: Arc<Residents>) -> CudaLoader {
+        CudaLoader { device, context, residents, growing: Mutex::new(()) }
+    }
+
     fn shared_bytes_max(&self) -> u32 {
         attribute(self.device, cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
     }
@@ -51,6 +58,7 @@ impl CudaLoader {
         const STACK: cu::CUlimit = cu::CUlimit::CU_LIMIT_STACK_SIZE;
         let bytes = usize::try_from(local_bytes).unwrap_or(usize::MAX);
         let mut room = 0;
+        let _growing = self.growing.lock();
         // SAFETY: writes one integer to a variable of ours.
         check(unsafe { cu::cuCtxGetLimit(&mut room, STACK) })?;
         if bytes <= room {
@@ -130,10 +138,10 @@ impl ModuleLoader for CudaLoader {
         Ok(Library(library))
     }
 
-    fn unload(&self, module: Library) -> Result<(), DeviceError> {
+    fn unload(&self, modules: Vec<Library>) -> Result<(), DeviceError> {
         let _pause = self.residents.pause()?;
-        // SAFETY: a library of ours that nobody can name any more.
-        check(unsafe { cu::cuLibraryUnload(module.0) })
+        // SAFETY: libraries of ours that nobody can name any more.
+        modules.into_iter().try_for_each(|module| check(unsafe { cu::cuLibraryUnload(module.0) }))
     }
 
     fn find(&self, module: &Library, name: &[u8]) -> Result<FoundKernel<CudaKernel>, DeviceError> {

@@ -44,9 +44,19 @@ struct Queue {
     stream: cu::CUstream,
     green: Option<cu::CUgreenCtx>,
     is_low: bool,
-    /// Has one resident kernel and nothing else.
-    is_resident: bool,
+    kind: QueueKind,
     users: usize,
+}
+
+/// What a queue is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum QueueKind {
+    /// The control stream, for which the worker waits.
+    Control,
+    /// Streams of tenants.
+    Shared,
+    /// One resident kernel and nothing else.
+    Resident,
 }
 
 /// One who uses a queue. Which that is may change, for what is sent later.
@@ -58,7 +68,8 @@ impl HardwareQueues {
         let said = std::env::var(QUEUES_VARIABLE).ok().and_then(|text| text.trim().parse().ok());
         let queues = said.unwrap_or(QUEUES_DEFAULT).clamp(1, QUEUES_MAX);
         let residents_max = queues / 4;
-        let shared_max = queues - residents_max;
+        // One is the control stream's.
+        let shared_max = (queues - residents_max).saturating_sub(1).max(1);
         HardwareQueues { queues: Slab::new(), uses: Slab::new(), shared_max, residents_max }
     }
 
@@ -70,7 +81,7 @@ impl HardwareQueues {
     /// A queue for jobs, on all multiprocessors or those of a green context: one that nobody uses, a new one, or the
     /// one that the fewest use.
     pub(super) fn take(&mut self, green: Option<cu::CUgreenCtx>, is_low: bool) -> Result<QueueUse, DeviceError> {
-        let shared = |queue: &Queue| !queue.is_resident;
+        let shared = |queue: &Queue| queue.kind == QueueKind::Shared;
         let is_same = |queue: &Queue| shared(queue) && queue.green == green && queue.is_low == is_low;
         if let Some(idle) = self.find(|queue| queue.users == 0 && is_same(queue)) {
             return Ok(self.join(idle));
@@ -85,9 +96,11 @@ impl HardwareQueues {
             self.merge()?;
         }
         let mut refused = None;
-        // The first is the control stream's, without which there is no device.
-        if !self.is_full() || self.queues.is_empty() {
-            match self.add(green, is_low, false) {
+        // Tenants on multiprocessors of their own have no queue in common; more of them than there are queues are
+        // slower only, where no resident kernel is that they could wait behind for ever.
+        let is_crowded = self.is_full() && (self.find(alike).is_some() || RESIDENTS.load(Ordering::Relaxed) > 0);
+        if !is_crowded {
+            match self.add(green, is_low, QueueKind::Shared) {
                 Ok(new) => return Ok(self.join(new)),
                 Err(lost @ DeviceError::DeviceLost { .. }) => return Err(lost),
                 Err(error) => refused = Some(error),
@@ -112,7 +125,17 @@ impl HardwareQueues {
             let why = format!("{used} resident kernels are on the device, which has hardware queues for {max}");
             return Err(DeviceError::BadLaunch { why });
         }
-        let at = self.add(green, true, true)?;
+        if SHARED.load(Ordering::Relaxed) > self.shared_max {
+            let why = "tenants on multiprocessors of their own use the hardware queues for resident kernels".to_owned();
+            return Err(DeviceError::BadLaunch { why });
+        }
+        let at = self.add(green, true, QueueKind::Resident)?;
+        Ok(self.join(at))
+    }
+
+    /// The control stream's queue.
+    pub(super) fn take_control(&mut self) -> Result<QueueUse, DeviceError> {
+        let at = self.add(None, false, QueueKind::Control)?;
         Ok(self.join(at))
     }
 
@@ -123,7 +146,8 @@ impl HardwareQueues {
         let queue = &self.queues[at];
         let idle = self.queues.iter().filter(|(_, queue)| queue.users == 0).count();
         // A green context goes with its tenant.
-        if queue.users == 0 && (queue.is_resident || queue.green.is_some() || idle > IDLE_MAX) {
+        let is_kept = queue.kind == QueueKind::Shared && queue.green.is_none() && idle <= IDLE_MAX;
+        if queue.users == 0 && !is_kept {
             self.remove(at);
         }
     }
@@ -134,7 +158,9 @@ impl HardwareQueues {
 
     fn remove(&mut self, at: usize) {
         let queue = self.queues.remove(at);
-        count(queue.is_resident).fetch_sub(1, Ordering::Relaxed);
+        if let Some(count) = count(queue.kind) {
+            count.fetch_sub(1, Ordering::Relaxed);
+        }
         destroy(queue.stream);
     }
 
@@ -142,10 +168,12 @@ impl HardwareQueues {
         self.queues.iter().find(|(_, queue)| is_it(queue)).map(|(at, _)| at)
     }
 
-    fn add(&mut self, green: Option<cu::CUgreenCtx>, is_low: bool, is_resident: bool) -> Result<usize, DeviceError> {
+    fn add(&mut self, green: Option<cu::CUgreenCtx>, is_low: bool, kind: QueueKind) -> Result<usize, DeviceError> {
         let stream = new_stream(green, if is_low { LOW } else { HIGH })?;
-        count(is_resident).fetch_add(1, Ordering::Relaxed);
-        Ok(self.queues.insert(Queue { stream, green, is_low, is_resident, users: 0 }))
+        if let Some(count) = count(kind) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(self.queues.insert(Queue { stream, green, is_low, kind, users: 0 }))
     }
 
     fn join(&mut self, at: usize) -> QueueUse {
@@ -154,15 +182,12 @@ impl HardwareQueues {
     }
 
     /// Makes room for a queue: the users of one go on on another with the same multiprocessors, in order. Does nothing
-    /// where there are no two such queues. The control stream's is left to itself: the worker waits for it.
+    /// where there are no two such queues.
     fn merge(&mut self) -> Result<(), DeviceError> {
-        let control = self.uses.get(0).copied();
-        let is_free = |at: usize, queue: &Queue| !queue.is_resident && Some(at) != control;
-        let pairs = self.queues.iter().filter(|(at, queue)| is_free(*at, queue)).filter_map(|(from, queue)| {
-            let others = self
-                .queues
-                .iter()
-                .filter(|(at, other)| *at != from && is_free(*at, other) && other.green == queue.green);
+        let is_free = |queue: &Queue| queue.kind == QueueKind::Shared;
+        let pairs = self.queues.iter().filter(|(_, queue)| is_free(queue)).filter_map(|(from, queue)| {
+            let is_alike = |at: usize, other: &Queue| at != from && is_free(other) && other.green == queue.green;
+            let others = self.queues.iter().filter(|(at, other)| is_alike(*at, other));
             let to = others.min_by_key(|(_, other)| (other.is_low != queue.is_low, other.users))?;
             Some((queue.users, from, to.0))
         });
@@ -182,8 +207,12 @@ impl Drop for HardwareQueues {
     }
 }
 
-fn count(is_resident: bool) -> &'static AtomicUsize {
-    if is_resident { &RESIDENTS } else { &SHARED }
+fn count(kind: QueueKind) -> Option<&'static AtomicUsize> {
+    match kind {
+        QueueKind::Control => None,
+        QueueKind::Shared => Some(&SHARED),
+        QueueKind::Resident => Some(&RESIDENTS),
+    }
 }
 
 /// Also for what is only recorded: that needs no queue.

@@ -57,6 +57,10 @@ impl CudaStream {
         Ok(CudaStream::on(queues.take(green, false)?, owner, green, None))
     }
 
+    pub(super) fn control(own: usize, queues: &mut HardwareQueues) -> Result<CudaStream, DeviceError> {
+        Ok(CudaStream::on(queues.take_control()?, own, None, None))
+    }
+
     /// A stream for one resident kernel.
     pub(super) fn resident(
         owner: usize,
@@ -124,7 +128,8 @@ impl CudaStream {
         const FLAGS: c_uint =
             cu::CUevent_flags::CU_EVENT_BLOCKING_SYNC as c_uint | cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // What is recorded is not run, and a resident kernel's thread rings when it has ended.
-        if self.recording.is_some() || self.resident.is_some() {
+        let is_launched = self.resident.as_ref().is_some_and(|resident| resident.ending.is_some());
+        if self.recording.is_some() || is_launched {
             slab.done_bell().ring();
             return Ok(());
         }
