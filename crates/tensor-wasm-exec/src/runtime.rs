@@ -479,8 +479,10 @@ mod tests {
                 (local.set $n (i32.sub (local.get $n) (i32.const 1)))
                 (br_if $again (local.get $n)))))"#;
 
-    /// Some seconds of `spin` at most; a change is done long before.
-    const LONG: i32 = 1_000_000_000;
+    /// How long a call takes that runs while its function is changed, and how much of `spin` is timed to know what that
+    /// is.
+    const LONG: Duration = Duration::from_secs(1);
+    const TIMED: i32 = 50_000_000;
 
     fn opened(config: impl FnOnce(&mut Config)) -> (Arc<Runtime>, tempfile::TempDir) {
         let mut made = Config::default();
@@ -544,6 +546,13 @@ mod tests {
             ("a deletion", |r| r.background.block_on(r.delete("t", "f")).unwrap()),
         ];
         deploy(&runtime, "t", "f", COUNTER, "1").unwrap();
+        let began = Instant::now();
+        on.block_on(call(&runtime, "t", "f", "spin", json!([TIMED]))).unwrap();
+        let long = f64::from(TIMED) * LONG.as_secs_f64() / began.elapsed().as_secs_f64();
+        #[expect(clippy::cast_possible_truncation, reason = "no more than an i32 has room for")]
+        let long = long.min(f64::from(i32::MAX)) as i32;
+        // What was timed is no longer in the way.
+        on.block_on(runtime.set_secret("t", "f", "A", Secret::new(b"0").unwrap())).unwrap();
         for (what, change) in changes {
             if what == "a deletion" {
                 deploy(&runtime, "t", "f", COUNTER, "1").unwrap();
@@ -551,7 +560,7 @@ mod tests {
             assert_eq!(count(&runtime, "t", "f"), 1, "before {what}");
             assert_eq!(count(&runtime, "t", "f"), 2, "before {what}");
             let shared = runtime.clone();
-            let running = on.spawn(async move { call(&shared, "t", "f", "spin", json!([LONG])).await });
+            let running = on.spawn(async move { call(&shared, "t", "f", "spin", json!([long])).await });
             while kept(&runtime) > 0 {
                 std::thread::yield_now();
             }
