@@ -142,7 +142,7 @@ section! {
     /// Stack of one guest call.
     pub stack_bytes_max: usize = MIB / 2;
     /// Compilations at once; each is a process of its own.
-    pub compile_concurrency_max: usize = 2, positive;
+    pub compile_concurrency_max: usize = 2, threads;
     /// Memory one compilation may take.
     pub compile_memory_bytes_max: u64 = 4 * GIB;
     }
@@ -160,7 +160,7 @@ section! {
     /// Asynchronous invocations.
     Jobs {
     /// Jobs running at once.
-    pub concurrency_max: usize = 16, positive;
+    pub concurrency_max: usize = 16, threads;
     /// Unfinished jobs, all tenants together.
     pub queue_max: usize = 100_000;
     /// Attempts of a job whose guest faulted, unless the request says otherwise.
@@ -234,6 +234,13 @@ section! {
 
 fn positive<T: Default + PartialEq>(value: &T) -> Result<(), String> {
     if *value == T::default() { Err("must be at least 1".to_owned()) } else { Ok(()) }
+}
+
+/// How many of something may run at once, where each is a thread, a task or a process.
+fn threads(count: &usize) -> Result<(), String> {
+    const MOST: usize = 4096;
+    positive(count)?;
+    if *count > MOST { Err(format!("must be at most {MOST}")) } else { Ok(()) }
 }
 
 fn fits_slot(bytes: &u64) -> Result<(), String> {
@@ -370,6 +377,11 @@ mod tests {
         for (text, expect) in [
             ("[server]\nconcurrency_max = 0\n", "[server] concurrency_max must be at least 1"),
             ("[jobs]\nconcurrency_max = 0\n", "[jobs] concurrency_max must be at least 1"),
+            ("[jobs]\nconcurrency_max = 6148914691236517206\n", "[jobs] concurrency_max must be at most 4096"),
+            (
+                "[engine]\ncompile_concurrency_max = 2305843009213693952\n",
+                "[engine] compile_concurrency_max must be at most 4096",
+            ),
             ("[engine]\nloaded_max = 0\n", "[engine] loaded_max must be at least 1"),
             ("[limits]\ngpu_kernel_ms_max = 50001\n", "[limits] gpu_kernel_ms_max must be at most 50000"),
             ("[tenant.a]\nhostcall_bytes_max = 0\n", "[tenant.a] hostcall_bytes_max must be at least 1"),

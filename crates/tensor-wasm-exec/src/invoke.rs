@@ -91,6 +91,11 @@ impl Outcome {
     pub fn revision(&self) -> &Revision {
         &self.call.serving.revision().revision
     }
+
+    /// The kind of the revision that served it.
+    pub fn kind(&self) -> &'static str {
+        self.call.serving.revision().kind.as_str()
+    }
 }
 
 impl Runtime {
@@ -238,7 +243,8 @@ fn serving(function: Arc<FunctionRecord>) -> Result<Serving, Rejection> {
 /// that ask for its owner's token.
 fn unavailable(function: &FunctionRecord, why: &Rejection) -> Rejection {
     let FunctionRecord { tenant, name, .. } = function;
-    tracing::warn!(tenant, function = name, %why, "a call was refused: the function cannot run");
+    // Whoever calls it decides how often: the operator was told once, when it was found damaged.
+    tracing::debug!(tenant, function = name, %why, "a call was refused: the function cannot run");
     Rejection::Unavailable { name: name.clone() }
 }
 

@@ -178,7 +178,7 @@ impl Recovery {
             Read::Damaged(bytes, why) => return self.damaged.push((key, bytes, why)),
         };
         if job.state == JobState::Running {
-            job.interrupted += 1;
+            job.interrupted = job.interrupted.saturating_add(1);
             job.state = JobState::Queued;
             if job.interrupted >= INTERRUPTED_MAX {
                 let message = format!("the server stopped {} times while it ran", job.interrupted);
@@ -515,7 +515,7 @@ impl Runtime {
             }
         };
         job.state = JobState::Running;
-        job.attempts += 1;
+        job.attempts = job.attempts.saturating_add(1);
         job.started_ms = Some(now_ms());
         self.record(&job).await;
         let invocation = Invocation {
@@ -600,7 +600,8 @@ impl Runtime {
             job.state = JobState::Queued;
             return Some(after);
         }
-        let can_retry = matches!(failure, Failure::Faulted(..)) && job.attempts - job.interrupted < job.attempts_max;
+        let can_retry =
+            matches!(failure, Failure::Faulted(..)) && job.attempts.saturating_sub(job.interrupted) < job.attempts_max;
         if can_retry {
             job.state = JobState::Queued;
             job.error = Some(JobError { kind: failure.kind().to_owned(), message: failure.told() });
@@ -641,7 +642,7 @@ impl Runtime {
     }
 
     pub(crate) async fn sweep_jobs(&self) {
-        let oldest_kept = now_ms().saturating_sub(self.config.jobs.keep_s * 1000);
+        let oldest_kept = now_ms().saturating_sub(self.config.jobs.keep_s.saturating_mul(1000));
         loop {
             let expired = {
                 let mut line = self.jobs.line.lock();

@@ -17,6 +17,9 @@ const ENTRIES_MAX: usize = 100;
 /// Bytes remembered per function.
 const FUNCTION_BYTES_MAX: usize = 1 << 20;
 
+/// Bytes of what a call failed with.
+const FAULT_BYTES_MAX: usize = 4 << 10;
+
 /// Functions remembered; beyond it the one that wrote longest ago is forgotten.
 const FUNCTIONS_MAX: usize = 1_000;
 
@@ -92,6 +95,11 @@ impl Logs {
             String::from_utf8(bytes).unwrap_or_else(|e| String::from_utf8_lossy(e.as_bytes()).into_owned())
         };
         let (stdout, stderr) = (take(&captured.stdout), take(&captured.stderr));
+        // What a guest returned as its error may be in it.
+        let fault = fault.map(|mut fault| {
+            fault.truncate(fault.floor_char_boundary(FAULT_BYTES_MAX));
+            fault
+        });
         let entry = Entry {
             at_ms: crate::catalog::now_ms(),
             invocation: format!("{:032x}", call.id),

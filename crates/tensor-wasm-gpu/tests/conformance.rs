@@ -62,6 +62,7 @@ const CASES: &[Case] = &[
     ("a_full_line_pushes_back_and_recovers", back_pressure),
     ("random_use_by_many_tenants_matches_a_model", random_use),
     ("random_use_on_many_streams_matches_a_model", streams::random_streams),
+    ("a_module_that_the_compiler_fails_on_costs_nobody_the_lane", streams::failing_compiler),
     ("streams_of_a_tenant_run_side_by_side", streams::side_by_side),
     ("a_buffer_is_used_in_the_order_asked_for_on_whatever_streams", streams::buffers_across_streams),
     ("more_streams_than_there_are_is_sharing_not_failing", streams::shared_streams),

@@ -153,8 +153,8 @@ pub struct KernelBuilder {
 /// A kernel that was built, ready to be compiled for any device.
 #[derive(Debug, Clone)]
 pub struct BuiltKernel {
-    body: Body,
-    windows: Vec<bool>,
+    pub(crate) body: Body,
+    pub(crate) windows: Vec<bool>,
 }
 
 impl BuiltKernel {

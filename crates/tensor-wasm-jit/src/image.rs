@@ -83,7 +83,7 @@ pub fn budget_ticks(nanos: u64) -> u32 {
     u32::try_from(nanos >> CONTROL.tick_shift).unwrap_or(u32::MAX).clamp(1, BUDGET_TICKS_MAX)
 }
 
-/// The layout of a trap record: in memory that the host sees, one for each stream.
+/// The layout of a trap record: in memory that the host sees, one for each launch under way.
 #[derive(Debug, Clone, Copy)]
 pub struct RecordLayout {
     /// The number of the launch it is about, written last.

@@ -62,27 +62,21 @@ pub const VERSION: &str = env!("COMPILER_VERSION");
 impl Program<'_> {
     /// Compiles a kernel. `windows` says which parameters are given buffers; those must be i32.
     pub fn compile(&self, kernel: &str, windows: &[bool]) -> Result<KernelImage, Refusal> {
-        self.compile_for(kernel, windows, false)
+        self.built(kernel, windows)?.compile()
     }
 
     /// The same for windows of any size, even smaller than an access ([`KernelImage::fits`]): slower.
     pub fn compile_small(&self, kernel: &str, windows: &[bool]) -> Result<KernelImage, Refusal> {
-        self.compile_for(kernel, windows, true)
-    }
-
-    fn compile_for(&self, kernel: &str, windows: &[bool], is_small: bool) -> Result<KernelImage, Refusal> {
-        let body = self.checked(kernel, windows)?;
-        let sizes = if is_small { WindowSizes::Any } else { WindowSizes::FitAccesses };
-        ptx::emit(&legalize::legalize(body, windows, sizes))
+        self.built(kernel, windows)?.compile_small()
     }
 
     /// Compiles a kernel for a CPU: to Wasm that runs many work items at a call.
     pub fn compile_host(&self, kernel: &str, windows: &[bool]) -> Result<HostImage, Refusal> {
-        let body = self.checked(kernel, windows)?;
-        host::emit(&legalize::legalize(body, windows, WindowSizes::FitAccesses))
+        self.built(kernel, windows)?.compile_host()
     }
 
-    fn checked(&self, kernel: &str, windows: &[bool]) -> Result<ir::Body, Refusal> {
+    /// A kernel in the form that all of them are compiled from, whoever made it.
+    pub fn built(&self, kernel: &str, windows: &[bool]) -> Result<build::BuiltKernel, Refusal> {
         let body = lower::lower(self, kernel)?;
         let is_address =
             |(n, is_window): (usize, &bool)| !is_window || body.params.get(n).map(|reg| body.ty(*reg)) == Some(Ty::I32);
@@ -93,7 +87,7 @@ impl Program<'_> {
         }
         // On every device alike, so that what runs on one runs on the others.
         pressure::check(&body)?;
-        Ok(body)
+        Ok(build::BuiltKernel { body, windows: windows.to_vec() })
     }
 
     /// The parameters of a kernel that memory is accessed through, as far as can be told: they will be given buffers.

@@ -167,6 +167,8 @@ impl<'a> Program<'a> {
                     let export = export.map_err(not_wasm)?;
                     if export.kind == ExternalKind::Func {
                         self.exports.push((export.name, export.index));
+                        // Its name, unless the section of names has another, which comes later.
+                        self.names.entry(export.index).or_insert(export.name);
                     }
                 }
             }
@@ -280,8 +282,7 @@ impl<'a> Program<'a> {
 
     /// A function's name as people know it.
     pub(crate) fn name(&self, function: u32) -> String {
-        let exported = || self.exports.iter().find(|(_, index)| *index == function).map(|(name, _)| *name);
-        match self.names.get(&function).copied().or_else(exported) {
+        match self.names.get(&function) {
             // Cut where somebody has written a book.
             Some(name) => name.chars().take(NAME_CHARS_MAX).collect(),
             None => format!("function {function}"),

@@ -483,6 +483,23 @@ fn shared_memory_and_the_stack_begin_as_zeros() {
 }
 
 #[test]
+fn a_stack_pointer_that_is_moved_anywhere_is_an_access_out_of_bounds() {
+    // By all that there is, by more, and to where nobody knows.
+    for moved in ["(i32.const -1)", "(i32.const 65537)", "(local.get $out)"] {
+        let wasm = wat(&format!(
+            r#"(global $sp (mut i32) (i32.const 65536))
+              (func (export "k") (param $out i32)
+                (global.set $sp (i32.sub (global.get $sp) {moved}))
+                (global.set $sp (i32.sub (global.get $sp) (i32.load (local.get $out))))
+                (i32.store (global.get $sp) (i32.const 1)))"#
+        ));
+        let done = launch(&wasm, "k", [1; 3], [1; 3], &[Arg::Buffer(vec![0; 64])]);
+        assert_eq!(done.trap.map(|trap| trap.kind), Some(TrapKind::OutOfBounds), "{moved}");
+        assert_eq!(done.buffers[0], [0; 64]);
+    }
+}
+
+#[test]
 fn barriers_in_any_control_flow_bring_items_together() {
     // In both arms of an `if`, in a loop whose length is the group's, and after a branch out of a block: each time an
     // item reads what its neighbour wrote before.

@@ -51,21 +51,19 @@ impl Image {
     /// Code of a GPU that is taken as it is has no image.
     pub fn compile(code: &Code, options: &Options) -> Result<Image, Refusal> {
         let Options { kind, kernel, windows, is_small } = options;
-        Ok(match code {
+        let read;
+        let built = match code {
             Code::Wasm(wasm) => {
-                let program = Program::read(wasm)?;
-                match (kind, is_small) {
-                    (DeviceKind::Cuda, false) => Image::from(program.compile(kernel, windows)?),
-                    (DeviceKind::Cuda, true) => Image::from(program.compile_small(kernel, windows)?),
-                    (DeviceKind::Cpu, _) => Image::from(program.compile_host(kernel, windows)?),
-                }
+                read = Program::read(wasm)?.built(kernel, windows)?;
+                &read
             }
-            Code::Built(built) => match (kind, is_small) {
-                (DeviceKind::Cuda, false) => Image::from(built.compile()?),
-                (DeviceKind::Cuda, true) => Image::from(built.compile_small()?),
-                (DeviceKind::Cpu, _) => Image::from(built.compile_host()?),
-            },
+            Code::Built(built) => built,
             Code::Raw(_) => return Err(Refusal::NoSuchKernel { name: kernel.to_string(), known: String::new() }),
+        };
+        Ok(match (kind, is_small) {
+            (DeviceKind::Cuda, false) => Image::from(built.compile()?),
+            (DeviceKind::Cuda, true) => Image::from(built.compile_small()?),
+            (DeviceKind::Cpu, _) => Image::from(built.compile_host()?),
         })
     }
 
@@ -79,7 +77,8 @@ impl Image {
     }
 
     fn bytes(&self) -> usize {
-        self.code.len() + self.sites.len() * 64 + 256
+        let site = |(function, _): &(String, Option<usize>)| function.len() + size_of::<(String, Option<usize>)>();
+        self.code.len() + self.sites.iter().map(site).sum::<usize>() + 256
     }
 }
 

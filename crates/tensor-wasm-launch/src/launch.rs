@@ -98,7 +98,7 @@ impl LaunchStream {
         budget: Duration,
     ) -> Result<Launch, KernelError> {
         match &module.code {
-            Code::Raw(code) => return self.launch_raw(code, kernel, groups, items, arguments, budget).await,
+            Code::Raw(_) => return self.launch_raw(module, kernel, groups, items, arguments, budget).await,
             Code::Built(built) => check_windows(kernel, built.windows(), arguments)?,
             Code::Wasm(_) => {}
         }
@@ -149,7 +149,7 @@ impl LaunchStream {
     /// Launches code that is not ours: buffers are addresses, and nothing stops it but the worker's end.
     async fn launch_raw(
         &self,
-        code: &[u8],
+        module: &Arc<KernelModule>,
         kernel: &str,
         groups: [u32; 3],
         items: [u32; 3],
@@ -157,8 +157,9 @@ impl LaunchStream {
         budget: Duration,
     ) -> Result<Launch, KernelError> {
         let context = self.kernels.context(self.stream.index()).await?;
-        let loaded = self.stream.load(code).await?;
-        let loaded = self.stream.kernel(&loaded, kernel).await?;
+        let kind = self.stream.device().kind();
+        let options = Options { kind, kernel: kernel.into(), windows: Vec::new(), is_small: false };
+        let (loaded, image) = self.kernels.loaded(&context, module, options).await?;
         let params = Params::new(arguments.iter().map(Argument::param));
         let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
         let record = Arc::new(self.kernels.record(&context)?);
@@ -166,7 +167,7 @@ impl LaunchStream {
         let background = self.kernels.background.clone();
         let under_way = Some((completion, record));
         // No launch has this number, and so no record is about it.
-        let (number, image, ended, spins) = (0, Arc::default(), None, true);
+        let (number, ended, spins) = (0, None, true);
         Ok(Launch { under_way, number, image, budget, ended, spins, background })
     }
 

@@ -15,7 +15,7 @@ mod tenant;
 
 pub use crate::launch::{Argument, Canceller, Launch};
 pub use crate::module::{Code, KernelModule};
-pub use crate::tenant::{Kernels, LaunchStream, Opener, TenantKernels};
+pub use crate::tenant::{Kernels, LaunchStream, Opener, TenantKernels, ended};
 
 use tensor_wasm_gpu::DeviceError;
 use tensor_wasm_jit::Refusal;

@@ -8,11 +8,11 @@ use std::sync::{Arc, OnceLock, Weak};
 use lru::LruCache;
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{Buffer, Device, DeviceError, Kernel, Pinned, Stream, Tenant, TenantLimits};
-use tensor_wasm_jit::{CONTROL, RECORD};
+use tensor_wasm_jit::{CONTROL, LAUNCHES_MAX, RECORD};
 use tokio::runtime::Handle;
 
 use crate::cache::{Image, Images, Options};
-use crate::module::{KernelModule, is_device_code};
+use crate::module::{Code, KernelModule, is_device_code};
 use crate::{HashMap, KernelError};
 
 /// Kernels of one tenant that stay loaded; the device's compiler takes milliseconds for each.
@@ -38,6 +38,8 @@ pub struct Kernels {
     trusted: Tenants,
     /// Opens another worker of the device, for a tenant that is trusted with it.
     opener: Option<Opener>,
+    /// Held while it does.
+    opening: Mutex<()>,
     /// Where what takes long is done.
     background: Handle,
 }
@@ -107,7 +109,8 @@ impl Kernels {
         let images = Arc::new(Images::new(folder));
         let none = || Mutex::new(LruCache::unbounded_with_hasher(Seed::default()));
         let (tenants, trusted) = (none(), none());
-        Kernels { device, images, modules: Mutex::default(), tenants, trusted, opener: None, background }
+        let (modules, opening) = (Mutex::default(), Mutex::default());
+        Kernels { device, images, modules, tenants, trusted, opener: None, opening, background }
     }
 
     /// Lets trusted tenants have workers of their own.
@@ -154,8 +157,14 @@ impl Kernels {
         let Some(opener) = &self.opener else {
             return Err(KernelError::Denied("no worker can be opened for a trusted tenant here".to_owned()));
         };
-        if let Some(kernels) = self.trusted.lock().get(name) {
-            return Ok(kernels.clone());
+        let known = || self.trusted.lock().get(name).cloned();
+        if let Some(kernels) = known() {
+            return Ok(kernels);
+        }
+        // Of many first calls at once, one starts a worker.
+        let _one_at_a_time = self.opening.lock();
+        if let Some(kernels) = known() {
+            return Ok(kernels);
         }
         let device = opener().map_err(|why| DeviceError::DeviceLost { why })?;
         let tenant = device.tenant(name, limits)?;
@@ -216,7 +225,7 @@ impl TenantKernels {
     pub(crate) async fn context(&self, index: usize) -> Result<Arc<LaunchContext>, KernelError> {
         let worker = self.tenant.device().restarts();
         let is_ready = move |context: &&Arc<LaunchContext>| {
-            context.worker == worker && context.controls.get(index).is_some_and(|control| control.get().is_some())
+            context.serves(worker) && context.controls.get(index).is_some_and(|control| control.get().is_some())
         };
         if let Some(context) = self.context.lock().as_ref().filter(is_ready) {
             return Ok(context.clone());
@@ -224,12 +233,15 @@ impl TenantKernels {
         // Making one allocates, which may wait.
         let (tenant, slot) = (self.tenant.clone(), self.context.clone());
         let make = move || {
-            let mut slot = slot.lock();
-            let context = match slot.as_ref().filter(|context| context.worker == worker) {
-                Some(context) => context.clone(),
-                None => slot.insert(Arc::new(LaunchContext::new(worker))).clone(),
+            let context = {
+                let mut slot = slot.lock();
+                match slot.as_ref().filter(|context| context.serves(worker)) {
+                    Some(context) => context.clone(),
+                    None => slot.insert(Arc::new(LaunchContext::new(worker))).clone(),
+                }
             };
             let control = context.controls.get(index).ok_or(DeviceError::StaleHandle)?;
+            // Without the lock, which serving threads take for every launch.
             if control.get().is_none() {
                 let block = tenant.buffer(u64::from(CONTROL.bytes))?;
                 control.get_or_init(|| StreamControl { block, sending: Mutex::default() });
@@ -250,14 +262,18 @@ impl TenantKernels {
         Ok(Record { page, offset, context: context.clone() })
     }
 
-    /// The kernel loaded on the device, and what it was made from.
+    /// The kernel loaded on the device, and what it was made from: nothing for code that is taken as it is.
     pub(crate) async fn loaded(
         &self,
         context: &Arc<LaunchContext>,
         module: &Arc<KernelModule>,
         options: Options,
     ) -> Result<(Kernel, Arc<Image>), KernelError> {
-        let image = self.images.get(module.hash, &options);
+        let image_of = |images: &Images, module: &KernelModule, options: &Options| match module.code {
+            Code::Raw(_) => Some(Arc::default()),
+            Code::Wasm(_) | Code::Built(_) => images.get(module.hash, options),
+        };
+        let image = image_of(&self.images, module, &options);
         let key = (module.hash, options);
         if let Some((image, kernel)) = image.zip(context.loaded.lock().get(&key).cloned()) {
             return Ok((kernel, image));
@@ -269,7 +285,7 @@ impl TenantKernels {
         let (module, background) = (module.clone(), self.background.clone());
         let load = async move {
             let _one_at_a_time = one_at_a_time;
-            let image = match images.get(module.hash, &key.1) {
+            let image = match image_of(&images, &module, &key.1) {
                 Some(image) => image,
                 None => {
                     let (module, options) = (module.clone(), key.1.clone());
@@ -281,8 +297,12 @@ impl TenantKernels {
             let kernel = match known {
                 Some(kernel) => kernel,
                 None => {
-                    let loaded = tenant.load(&image.code).await?;
-                    let kernel = tenant.kernel(&loaded, &image.entry).await?;
+                    let (code, entry) = match &module.code {
+                        Code::Raw(code) => (code, &*key.1.kernel),
+                        Code::Wasm(_) | Code::Built(_) => (&image.code, &*image.entry),
+                    };
+                    let loaded = tenant.load(code).await?;
+                    let kernel = tenant.kernel(&loaded, entry).await?;
                     context.loaded.lock().put(key, kernel.clone());
                     kernel
                 }
@@ -304,6 +324,11 @@ impl LaunchContext {
         }
     }
 
+    /// Whether launches on that worker may use it: there are numbers left for them.
+    fn serves(&self, worker: u32) -> bool {
+        self.worker == worker && self.launches.load(Ordering::Relaxed) < LAUNCHES_MAX / 2
+    }
+
     /// A number that no other launch has. Asked for by whoever holds the stream's `sending`.
     pub(crate) fn next_launch(&self) -> u64 {
         self.launches.fetch_add(1, Ordering::Relaxed) + 1
@@ -316,8 +341,8 @@ impl LaunchContext {
     }
 }
 
-/// A task of ours that panicked or was cancelled: nobody's fault but ours.
-fn ended(error: tokio::task::JoinError) -> KernelError {
+/// A task of ours that panicked, or was dropped with its runtime: nobody's fault but ours.
+pub fn ended(error: tokio::task::JoinError) -> KernelError {
     KernelError::Bug(format!("a task ended: {error}"))
 }
 
@@ -386,5 +411,40 @@ mod tests {
             held.iter()
                 .all(|own| Arc::ptr_eq(own, &kernels.tenant(own.tenant.name(), TenantLimits::default()).unwrap()))
         );
+    }
+
+    #[test]
+    fn launches_are_numbered_anew_before_their_numbers_run_out() {
+        let background = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let tenant = kernels(&background).tenant("long", TenantLimits::default()).unwrap();
+        let index = tenant.stream().stream.index();
+        let context = || background.block_on(tenant.context(index)).unwrap();
+        let first = context();
+        assert_eq!((first.next_launch(), context().next_launch()), (1, 2));
+        first.launches.store(LAUNCHES_MAX / 2, Ordering::Relaxed);
+        assert!(first.next_launch() < LAUNCHES_MAX, "whoever has it may still launch");
+        assert_eq!(context().next_launch(), 1);
+    }
+
+    #[test]
+    fn many_first_calls_of_a_trusted_tenant_start_one_worker() {
+        let background = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
+        let opened = Arc::new(AtomicU64::new(0));
+        let count = opened.clone();
+        let opener: Opener = Arc::new(move || {
+            count.fetch_add(1, Ordering::Relaxed);
+            let options = OpenOptions { choice: DeviceChoice::Cpu, ..OpenOptions::default() };
+            Device::open(&options).map_err(|error| error.to_string())
+        });
+        let kernels = kernels(&background).with_opener(opener);
+        let open = || kernels.trusted_tenant("trusted", TenantLimits::default()).unwrap();
+        let first = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(open)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).reduce(|a, b| {
+                assert!(Arc::ptr_eq(&a, &b));
+                a
+            })
+        });
+        assert!(first.is_some() && opened.load(Ordering::Relaxed) == 1);
     }
 }

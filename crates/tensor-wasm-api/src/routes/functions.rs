@@ -291,15 +291,16 @@ fn shares(function: &FunctionRecord) -> Vec<ShareView> {
 }
 
 fn revision_view(function: &FunctionRecord, revision: &RevisionRecord) -> RevisionView {
-    let total: u32 = function.traffic.iter().map(|s| s.weight).sum();
-    let own: u32 = function.traffic.iter().filter(|s| s.revision == revision.revision).map(|s| s.weight).sum();
+    let weight = |s: &tensor_wasm_exec::catalog::Share| u64::from(s.weight);
+    let total: u64 = function.traffic.iter().map(weight).sum();
+    let own: u64 = function.traffic.iter().filter(|s| s.revision == revision.revision).map(weight).sum();
     RevisionView {
         revision: revision.revision.as_str().to_owned(),
         source: revision.source.as_str().to_owned(),
         kind: revision.kind.as_str(),
         bytes: revision.bytes,
         created_ms: revision.created_ms,
-        traffic_percent: if total == 0 { 0.0 } else { f64::from(own) * 100.0 / f64::from(total) },
+        traffic_percent: if total == 0 { 0.0 } else { own as f64 * 100.0 / total as f64 },
         settings: (&revision.settings).into(),
         quarantined: revision.quarantined.clone(),
     }

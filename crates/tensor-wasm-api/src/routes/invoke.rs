@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use axum::Json;
 use axum::body::Body;
 use axum::extract::{Extension, State};
 use axum::response::{IntoResponse, Response};
@@ -10,8 +9,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tensor_wasm_exec::catalog::FunctionRecord;
-use tensor_wasm_exec::{Call, Failure, Fault, Invocation, Outcome, Output, Runtime, Usage};
+use tensor_wasm_exec::{Call, Failure, Fault, Invocation, Outcome, Output, Usage};
 use utoipa::ToSchema;
 
 use crate::body;
@@ -41,7 +39,7 @@ pub(crate) struct InvokeResponse {
     pub function_id: String,
     pub revision: String,
     /// What the function is, as in its description. The result of a command is its output and its exit code.
-    pub kind: Option<&'static str>,
+    pub kind: &'static str,
     pub result: Value,
     /// The export returned the error case of its `result`: `{"err": …}` is an error and not a record of that field.
     pub is_err: bool,
@@ -89,7 +87,7 @@ pub(crate) async fn invoke(
     };
     let result = async {
         // Known before the body is read: a flood of calls to nothing costs little.
-        let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
+        gateway.runtime.catalog.resolve(&tenant, &f)?;
         let body = body::read_call(&gateway, &tenant, body).await?;
         let is_bytes = headers.get(header::CONTENT_TYPE).is_some_and(|v| v.as_bytes().starts_with(OCTETS.as_bytes()));
         let (call, deadline_ms) = if is_bytes {
@@ -108,31 +106,19 @@ pub(crate) async fn invoke(
         };
         let outcome = gateway.runtime.invoke(invocation).await?;
         let revision = ServedRevision(outcome.revision().as_str().to_owned());
-        let kind = served_kind(&gateway.runtime, &function, &outcome);
-        let mut response = answer(outcome, kind, gateway.runtime.config.limits_of(&tenant).output_bytes_max)?;
+        let mut response = answer(outcome, gateway.runtime.config.limits_of(&tenant).output_bytes_max)?;
         response.extensions_mut().insert(revision);
         Ok(response)
     };
     audited(INVOKE_EVENT, &tenant, &f, result.await)
 }
 
-/// The kind of the revision that served a call: known from before it, unless that was deployed in between.
-pub(crate) fn served_kind(runtime: &Runtime, before: &FunctionRecord, outcome: &Outcome) -> Option<&'static str> {
-    let kind = |function: &FunctionRecord| function.revision(outcome.revision()).map(|served| served.kind.as_str());
-    kind(before).or_else(|| {
-        let now = runtime.catalog.resolve(&before.tenant, &before.name).ok()?;
-        kind(&now)
-    })
-}
-
-fn answer(outcome: Outcome, kind: Option<&'static str>, output_bytes_max: usize) -> Result<Response, ApiError> {
-    let (function_id, revision) = (outcome.function_id().to_owned(), outcome.revision().as_str().to_owned());
-    let Outcome { output, is_err, usage, .. } = outcome;
+fn answer(outcome: Outcome, output_bytes_max: usize) -> Result<Response, ApiError> {
+    let usage = outcome.usage;
     let too_large = || Failure::Faulted(Fault::OutputTooLarge { bytes_max: output_bytes_max }, usage);
-    match output {
-        Output::Value(result) => {
-            let response = InvokeResponse { function_id, revision, kind, result, is_err, usage: usage.into() };
-            let json = serde_json::to_vec(&response);
+    match outcome.output {
+        Output::Value(_) => {
+            let json = serde_json::to_vec(&done(outcome));
             let json = json.map_err(|e| ApiError::from(Failure::Bug(tensor_wasm_exec::Bug(e.to_string()))))?;
             if json.len() > output_bytes_max {
                 return Err(too_large().into());
@@ -151,13 +137,14 @@ pub(crate) fn parse_json<T: serde::de::DeserializeOwned>(bytes: &[u8]) -> Result
     serde_json::from_slice(bytes).map_err(|e| ApiError::bad_request("invalid_json", format!("the request body: {e}")))
 }
 
-/// The same shape for other routes that end with a result.
-pub(crate) fn done(outcome: Outcome, kind: Option<&'static str>) -> Json<InvokeResponse> {
+/// What a call amounted to, for routes that end with a result. What was bytes is said elsewhere.
+pub(crate) fn done(outcome: Outcome) -> InvokeResponse {
     let (function_id, revision) = (outcome.function_id().to_owned(), outcome.revision().as_str().to_owned());
+    let kind = outcome.kind();
     let Outcome { output, is_err, usage, .. } = outcome;
     let result = match output {
         Output::Value(value) => value,
         Output::Bytes(_) | Output::Response(_) => Value::Null,
     };
-    Json(InvokeResponse { function_id, revision, kind, result, is_err, usage: usage.into() })
+    InvokeResponse { function_id, revision, kind, result, is_err, usage: usage.into() }
 }

@@ -15,12 +15,11 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, header};
 use http_body::Frame;
 use serde_json::{Value, json};
-use tensor_wasm_exec::catalog::FunctionRecord;
 use tensor_wasm_exec::{Call, Failure, Invocation, Outcome, Runtime};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::invoke::{InvokeRequest, OCTETS, done, parse_json, served_kind};
+use super::invoke::{InvokeRequest, OCTETS, done, parse_json};
 use crate::body;
 use crate::error::ApiError;
 use crate::extract::Path;
@@ -45,7 +44,7 @@ pub(crate) async fn invoke(
         Err(error) => return error.into_response(),
     };
     let result = async {
-        let function = gateway.runtime.catalog.resolve(&tenant, &f)?;
+        gateway.runtime.catalog.resolve(&tenant, &f)?;
         let body = body::read_call(&gateway, &tenant, body).await?;
         let InvokeRequest { export, args, stdin, deadline_ms } = parse_json(&body.bytes)?;
         let (stdout, chunks) = mpsc::channel(CHUNKS_WAITING_MAX);
@@ -61,7 +60,7 @@ pub(crate) async fn invoke(
         let call = gateway.runtime.background().spawn(async move { runtime.invoke(invocation).await });
         let raw = headers.get(header::ACCEPT).is_some_and(|v| v.as_bytes().starts_with(OCTETS.as_bytes()));
         let (call, runtime) = (Some(Aborting(call)), gateway.runtime.clone());
-        let stream = Stream { chunks, call, raw, tail: Vec::new(), runtime, function };
+        let stream = Stream { chunks, call, raw, tail: Vec::new(), runtime };
         let content_type = HeaderValue::from_static(if raw { OCTETS } else { "text/event-stream" });
         let no_store = HeaderValue::from_static("no-store");
         let headers = [(header::CONTENT_TYPE, content_type), (header::CACHE_CONTROL, no_store)];
@@ -86,8 +85,6 @@ struct Stream {
     /// The beginning of a character whose rest has not come yet.
     tail: Vec<u8>,
     runtime: Arc<Runtime>,
-    /// As it was when the call began.
-    function: Arc<FunctionRecord>,
 }
 
 impl http_body::Body for Stream {
@@ -112,10 +109,7 @@ impl http_body::Body for Stream {
         Poll::Ready(match (this.raw, ended) {
             (true, Ok(_)) => None,
             (true, Err(failure)) => Some(Err(failure.to_string().into())),
-            (false, Ok(outcome)) => {
-                let kind = served_kind(&this.runtime, &this.function, &outcome);
-                Some(Ok(Frame::data(event("done", &json!(done(outcome, kind).0)))))
-            }
+            (false, Ok(outcome)) => Some(Ok(Frame::data(event("done", &json!(done(outcome)))))),
             (false, Err(failure)) => Some(Ok(Frame::data(event("error", &ApiError::from(failure).body())))),
         })
     }

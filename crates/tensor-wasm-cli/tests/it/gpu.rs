@@ -201,6 +201,48 @@ fn code_of_a_gpu_is_for_tenants_that_are_trusted_with_it() {
     }
 }
 
+/// A kernel that traps, launched and not waited for, and what waiting says.
+fn careless() -> Vec<u8> {
+    let kernel = wat::parse_str(r#"(module (memory 1) (func (export "trap") unreachable))"#).unwrap();
+    let bytes: String = kernel.iter().map(|byte| format!("\\{byte:02x}")).collect();
+    let text = format!(
+        r#"(module
+  (import "wasi:cuda/host@0.2.0" "wasi_cuda_load_ptx" (func $load (param i32 i32 i32 i32) (result i64)))
+  (import "wasi:cuda/host@0.2.0" "wasi_cuda_launch"
+    (func $launch (param i64 i32 i32 i32 i32 i32 i32 i32 i32 i32) (result i32)))
+  (import "wasi:cuda/host@0.2.0" "wasi_cuda_sync" (func $sync (result i32)))
+  (import "wasi:cuda/host@0.2.0" "wasi_cuda_last_error_len" (func $error (result i32)))
+  (memory (export "memory") 1)
+  (global $calls (mut i32) (i32.const 0))
+  (data (i32.const 0) "trap")
+  (data (i32.const 64) "{bytes}")
+  (func (export "launch") (result i32)
+    (global.set $calls (i32.add (global.get $calls) (i32.const 1)))
+    (call $launch (call $load (i32.const 64) (i32.const {len}) (i32.const 0) (i32.const 4))
+      (i32.const 1) (i32.const 1) (i32.const 1) (i32.const 1) (i32.const 1) (i32.const 1)
+      (i32.const 0) (i32.const 0) (i32.const 0)))
+  (func (export "sync") (result i32 i32 i32)
+    (global.set $calls (i32.add (global.get $calls) (i32.const 1)))
+    (call $sync) (call $error) (global.get $calls)))"#,
+        len = kernel.len()
+    );
+    wat::parse_str(text).unwrap()
+}
+
+#[test]
+fn what_a_call_launched_and_did_not_wait_for_is_not_the_next_calls() {
+    for device in devices() {
+        let server = Server::with(Options::default().device(device));
+        server.deploy_with("careless", &careless(), r#"{"gpu":true,"reuse":true}"#).ok();
+        for call in 0..3 {
+            assert_eq!(server.invoke("careless", r#"{"export":"launch"}"#).result(), 0, "on {device}");
+            // The same instance, which hears neither of the trap nor of an error.
+            let heard = server.invoke("careless", r#"{"export":"sync"}"#).result();
+            assert_eq!(heard, json!([0, 0, 2 * call + 2]), "on {device}");
+        }
+    }
+}
+
 #[test]
 fn hostile_kernels_get_the_right_error_and_the_next_tenant_notices_nothing() {
     for device in devices() {

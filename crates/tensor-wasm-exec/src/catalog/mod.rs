@@ -665,11 +665,12 @@ fn chosen(function: &FunctionRecord) -> Option<usize> {
     let revision = match function.traffic.as_slice() {
         [only] => &only.revision,
         shares => {
-            let total: u32 = shares.iter().map(|s| s.weight).sum();
+            let total: u64 = shares.iter().map(|s| u64::from(s.weight)).sum();
             let mut at = if total == 0 { return None } else { rand::rng().random_range(0..total) };
             let hit = |share: &&Share| {
-                let here = at < share.weight;
-                at = at.wrapping_sub(share.weight);
+                let weight = u64::from(share.weight);
+                let here = at < weight;
+                at = at.wrapping_sub(weight);
                 here
             };
             &shares.iter().find(hit)?.revision

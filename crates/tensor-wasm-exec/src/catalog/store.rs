@@ -307,7 +307,9 @@ impl File {
 
     fn reopen(&self) -> Result<(), StoreError> {
         let mut guard = self.database.write();
-        *guard = None;
+        // Closing a damaged database may panic as reading it did.
+        let old = guard.take();
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(old)));
         let path = self.path.clone();
         let opened = std::panic::catch_unwind(move || {
             super::files::create_private(&path)?;

@@ -307,7 +307,8 @@ impl Pool {
         if lease.reuses >= REUSES_MAX {
             return;
         }
-        let Lease { store, instance, reuses, _permit } = lease;
+        let Lease { mut store, instance, reuses, _permit } = lease;
+        store.data_mut().end_call();
         let kept = IdleInstance { store, instance, reuses: reuses + 1, _counted: counted };
         let function = kept.made_for().function.clone();
         let mut idle = linked.idle.lock();

@@ -97,7 +97,10 @@ pub(crate) fn failed_in_guest(error: &wasmtime::Error) -> bool {
 /// The innermost frames, as a person would say them.
 fn where_it_was(trace: &wasmtime::WasmBacktrace) -> String {
     const FRAMES: usize = 4;
+    // A guest's names may be books, and what they are printed to is kept in logs.
+    const NAME_BYTES_MAX: usize = 512;
     let name = |frame: &wasmtime::FrameInfo| match frame.func_name() {
+        Some(name) if name.len() > NAME_BYTES_MAX => name.chars().take(64).chain(['…']).collect(),
         // The hash that mangled names end with means nothing to a reader.
         Some(name) => format!("{:#}", rustc_demangle::demangle(name)),
         None => format!("function {}", frame.func_index()),

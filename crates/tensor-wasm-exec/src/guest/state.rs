@@ -127,6 +127,13 @@ impl State {
         self.given.take()
     }
 
+    /// Lets go of what was the call's alone, before the instance waits for another.
+    pub(crate) fn end_call(&mut self) {
+        if let Some(session) = &mut self.session {
+            session.end_call();
+        }
+    }
+
     /// Hands a reused instance to its next call.
     pub(crate) fn rebind(&mut self, call: &Arc<RunningCall>) {
         self.deadline = call.deadline();

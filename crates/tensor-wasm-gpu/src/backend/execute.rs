@@ -29,7 +29,7 @@ pub(super) trait DeviceOps {
     fn open_stream(&mut self, stream: usize, memory_bytes_max: u64, multiprocessors: u32) -> Result<(), DeviceError>;
 
     /// Makes one more stream for the tenant whose first stream is `owner`, which is open. Never refuses for want of
-    /// streams: it then shares the first.
+    /// streams: it then shares one that others use, in its order.
     fn open_more(&mut self, stream: usize, owner: usize) -> Result<(), DeviceError>;
 
     /// Makes a stream for one resident kernel, which is what is launched on it, of the tenant whose first stream is

@@ -61,7 +61,12 @@ impl Lane {
         let run = move || {
             let entered = modules.loader().enter();
             for LaneJob { sent, payload, cell } in jobs {
-                let answer = entered.clone().and_then(|()| modules.execute(number, &slab, sent.job, &payload, cell));
+                let execute =
+                    || entered.clone().and_then(|()| modules.execute(number, &slab, sent.job, &payload, cell));
+                // A compiler that panics on somebody's module is no reason for the lane to end: nobody would answer.
+                let answer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(execute)).unwrap_or_else(|_| {
+                    Err(DeviceError::BadModule { why: "the device's compiler panicked on it".to_owned() })
+                });
                 if let Err(error @ DeviceError::DeviceLost { .. }) = &answer {
                     return crate::worker::lost(&slab, error);
                 }
@@ -78,7 +83,10 @@ impl Lane {
             None => Some(job),
         };
         if let Some(LaneJob { sent, cell, .. }) = refused {
-            let why = format!("no thread can be started for lane {}", self.number);
+            let why = match self.jobs {
+                Some(_) => format!("lane {} ended with the device it loads for", self.number),
+                None => format!("no thread can be started for lane {}", self.number),
+            };
             finish(slab, &sent, cell, &Err(DeviceError::Refused { why }));
         }
     }

@@ -125,12 +125,14 @@ impl Residents {
         drop(state);
         let run = move || {
             let kept = kernel.enter().and_then(|()| own.keep(&id, &mut kernel, is_launched));
-            if let Err(error) = kept {
-                // Whoever waits for it must not take it for one that was told to end.
-                let why = format!("a resident kernel could not be launched again: {error}");
-                crate::worker::lost(&id.slab, &DeviceError::DeviceLost { why });
+            match kept {
+                Ok(()) => ends.tell(),
+                // Its flag stays as it is: whoever waits for it must not take it for one that was told to end.
+                Err(error) => {
+                    let why = format!("a resident kernel failed: {error}");
+                    crate::worker::lost(&id.slab, &DeviceError::DeviceLost { why });
+                }
             }
-            ends.tell();
             own.state.lock().kept.retain(|kept| *kept != id);
             own.changed.notify_all();
         };
@@ -353,5 +355,34 @@ mod tests {
         residents.close(&slab);
         assert!(is_flagged(2) && !on_device[2].load(Ordering::SeqCst));
         assert!(residents.state.lock().kept.is_empty());
+    }
+
+    /// A kernel that ends with an error: an illegal address, say.
+    struct FailingKernel;
+
+    impl ResidentKernel for FailingKernel {
+        fn enter(&self) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn launch(&mut self) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn wait(&mut self) -> Result<(), DeviceError> {
+            Err(DeviceError::Refused { why: "an illegal address".to_owned() })
+        }
+    }
+
+    #[test]
+    fn a_resident_kernel_that_fails_has_not_ended_well() {
+        let slab = Arc::new(Slab::create(&SlabPlan::default()).unwrap());
+        let residents = Arc::new(Residents::default());
+        residents.stay(&slab, 0, 10, FailingKernel).unwrap().flag(77);
+        let mut state = residents.state.lock();
+        residents.changed.wait_while(&mut state, |state| !state.kept.is_empty());
+        assert_ne!(slab.flag(10).load(Ordering::Acquire), 77);
+        assert_eq!(slab.state(), crate::slab::WorkerState::Lost);
+        assert!(crate::info::reason(&slab).contains("an illegal address"));
     }
 }

@@ -72,10 +72,7 @@ impl Uses {
             self.reads.clear();
             self.write = Some(own);
         } else if self.write.is_none_or(|write| write.stream != own.stream) {
-            match self.reads.iter_mut().find(|other| other.stream == own.stream) {
-                Some(other) => *other = own,
-                None => self.reads.push(own),
-            }
+            put(&mut self.reads, own);
         } else {
             // Both on one stream: the later stands for both. Whoever reads on another stream must come after the
             // write, and after this read it does.
@@ -85,11 +82,19 @@ impl Uses {
 
     /// A job uses it that does not end before it is told to, and that others need not come after.
     fn hold(&mut self, own: StreamUse) {
-        self.held.push(own);
+        put(&mut self.held, own);
     }
 
     fn all(self) -> impl Iterator<Item = StreamUse> {
         self.write.into_iter().chain(self.reads)
+    }
+}
+
+/// The last use on each stream: one before it on the same stream is over when it is.
+fn put(uses: &mut Vec<StreamUse>, own: StreamUse) {
+    match uses.iter_mut().find(|other| other.stream == own.stream) {
+        Some(other) => *other = own,
+        None => uses.push(own),
     }
 }
 

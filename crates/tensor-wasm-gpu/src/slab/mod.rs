@@ -30,9 +30,8 @@ const RING_ENTRIES: usize = 4 * CELLS;
 /// Tenants of one device, and the control stream.
 pub(crate) const TENANTS: usize = 512;
 
-/// Streams that tenants share out among their instances, beyond the one that each has from the beginning. A CUDA
-/// stream takes some hundred kilobytes of device memory, two of them where its priority changes; the hardware runs 128
-/// kernels at once.
+/// Streams that tenants share out among their instances, beyond the one that each has from the beginning. They are
+/// entries of a table and an order; a driver has fewer, which they share. The hardware runs 128 kernels at once.
 pub(crate) const POOL_STREAMS: usize = 512;
 
 /// Things that are done in order: the control stream, the first stream of each tenant, then a lane for each of them,

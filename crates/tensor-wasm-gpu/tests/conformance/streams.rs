@@ -5,10 +5,13 @@ use super::*;
 /// The argument of a worker process that has the kernels below.
 pub(super) const WITH_KERNELS: &str = "device-worker-with-kernels";
 
+/// A module that the CPU's compiler panics on, and that no driver takes.
+const PANICS: &[u8] = b".version 7.0 .target panic";
+
 /// Kernels in Rust, for a CPU device, under the names of those in [`TEST_PTX`].
 pub(super) struct TestKernels;
 
-/// Held by a kernel that has the device to itself.
+/// Held by a kernel of more than one group: such grids fill a device.
 static WHOLE_DEVICE: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
 impl TestKernels {
@@ -18,7 +21,8 @@ impl TestKernels {
 }
 
 impl HostCode for TestKernels {
-    fn load(&self, _stream: usize, _image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
+    fn load(&self, _stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
+        assert_ne!(image, PANICS, "a compiler with a bug");
         Ok(Arc::new(TestKernels))
     }
 
@@ -28,7 +32,7 @@ impl HostCode for TestKernels {
 impl HostModule for TestKernels {
     fn params(&self, kernel: &str) -> Option<Vec<(u32, u32)>> {
         let words = match kernel {
-            "spin" | "whole" => 1,
+            "spin" => 1,
             "increment" | "frame" | "stay" | "mute" => 2,
             _ => return None,
         };
@@ -50,8 +54,8 @@ impl HostModule for TestKernels {
             }
         };
         match launch.kernel {
-            "spin" => std::thread::sleep(Duration::from_nanos(param(0))),
-            "whole" => {
+            "spin" if launch.groups == [1; 3] => std::thread::sleep(Duration::from_nanos(param(0))),
+            "spin" => {
                 let _held = WHOLE_DEVICE.lock().unwrap();
                 spin(param(0));
             }
@@ -79,15 +83,6 @@ const TEST_PTX: &str = r"
 .target sm_75
 .address_size 64
 .visible .entry spin(.param .u64 nanos)
-{
-    .reg .pred %p; .reg .u64 %d<4>;
-    ld.param.u64 %d1, [nanos]; mov.u64 %d2, %globaltimer;
-AGAIN:
-    mov.u64 %d3, %globaltimer; sub.u64 %d3, %d3, %d2; setp.lt.u64 %p, %d3, %d1;
-    @%p bra AGAIN;
-    ret;
-}
-.visible .entry whole(.param .u64 nanos)
 {
     .reg .pred %p; .reg .u64 %d<4>;
     ld.param.u64 %d1, [nanos]; mov.u64 %d2, %globaltimer;
@@ -157,6 +152,18 @@ fn test_kernel(tenant: &Tenant, name: &str) -> Kernel {
 fn spin(stream: &Stream, kernel: &Kernel, time: Duration) -> tensor_wasm_gpu::Completion {
     let params = Params::new([Param::U64(time.as_nanos() as u64)]);
     retry(|| stream.launch(kernel, ONE, &params))
+}
+
+pub(super) fn failing_compiler(setup: &Setup) {
+    let device = with_kernels(setup, |_| ());
+    let tenant = device.tenant("unlucky", TenantLimits::default()).unwrap();
+    for _ in 0..2 {
+        let refused = block_on(tenant.load(PANICS)).unwrap_err();
+        assert!(matches!(refused, DeviceError::BadModule { .. }), "{refused}");
+    }
+    // The same lane loads the next one.
+    let kernel = test_kernel(&tenant, "spin");
+    spin(&tenant.stream(), &kernel, Duration::from_millis(1)).wait().unwrap();
 }
 
 pub(super) fn side_by_side(setup: &Setup) {
@@ -248,7 +255,7 @@ pub(super) fn contended_streams(setup: &Setup) {
             let (device, stop) = (&device, &stop);
             scope.spawn(move || {
                 let tenant = device.tenant(&format!("with-{streams}"), TenantLimits::default()).unwrap();
-                let kernel = test_kernel(&tenant, "whole");
+                let kernel = test_kernel(&tenant, "spin");
                 let streams: Vec<Stream> = (0..streams).map(|_| tenant.stream()).collect();
                 let params = Params::new([Param::U64(300_000)]);
                 let mut sent = std::collections::VecDeque::new();

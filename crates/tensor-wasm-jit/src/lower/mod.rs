@@ -49,8 +49,10 @@ pub(crate) fn lower(program: &Program<'_>, kernel: &str) -> Result<Body, Refusal
     lower.asm.push(Op::Return);
     let stack_pointer = program.globals.iter().position(|global| global.is_stack_pointer);
     let stack_top = stack_pointer.map_or(0, |at| low_half(program.globals[at].bits) & !15);
-    let used = lower.stack.depth_max + if lower.stack.is_unknown { STACK_BYTES_UNKNOWN } else { 0 };
-    let stack_bytes = used.next_multiple_of(16).min(STACK_BYTES_MAX).min(stack_top);
+    let unknown = if lower.stack.is_unknown { STACK_BYTES_UNKNOWN } else { 0 };
+    // A kernel may move its stack pointer to anywhere.
+    let used = lower.stack.depth_max.saturating_add(unknown).min(STACK_BYTES_MAX);
+    let stack_bytes = used.next_multiple_of(16).min(stack_top);
     let (data_address, data) = constant_data(program);
     let stack_pointer = stack_pointer.map(|at| lower.globals[at]);
     Ok(Body { stack_top, stack_bytes, stack_pointer, data, data_address, ..lower.asm.body(kernel, params) })

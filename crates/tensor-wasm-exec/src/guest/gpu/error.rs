@@ -73,11 +73,6 @@ impl GpuError {
     }
 }
 
-/// A task of ours that panicked, or was dropped with the runtime.
-pub(super) fn ended(error: tokio::task::JoinError) -> KernelError {
-    KernelError::Bug(format!("a task ended: {error}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -88,7 +83,7 @@ mod tests {
             panic!("out of order");
         }
         let panicked = tokio::task::spawn_blocking(broken).await.unwrap_err();
-        let ended = GpuError::of(ended(panicked)).unwrap_err();
+        let ended = GpuError::of(tensor_wasm_launch::ended(panicked)).unwrap_err();
         assert!(ended.is::<Bug>(), "{ended:#}");
         let denied = GpuError::of(KernelError::Denied("no".to_owned())).unwrap();
         assert_eq!((denied.kind, denied.text.as_str()), (ErrorKind::Denied, "no"));

@@ -32,6 +32,13 @@ pub(crate) struct Flat {
     last_error: String,
 }
 
+impl Flat {
+    pub(super) fn end_call(&mut self) {
+        self.launches.clear();
+        self.last_error.clear();
+    }
+}
+
 struct Held {
     buffer: Buffer,
     bytes: u64,

@@ -63,9 +63,17 @@ fn check_module_bytes(bytes: usize) -> Result<(), KernelError> {
     Ok(())
 }
 
+impl Session {
+    /// Stops the launches that a call did not wait for; the next one hears nothing of them.
+    pub(crate) fn end_call(&mut self) {
+        self.under_way.drain(..).for_each(|launch| launch.cancel());
+        self.flat.end_call();
+    }
+}
+
 impl Drop for Session {
     fn drop(&mut self) {
-        self.under_way.iter().for_each(Canceller::cancel);
+        self.end_call();
     }
 }
 
@@ -113,7 +121,7 @@ impl State {
                 let kernels = kernels.clone();
                 let open = if is_trusted { Kernels::trusted_tenant } else { Kernels::tenant };
                 let opened = call.surroundings.background.spawn_blocking(move || open(&kernels, &name, limits));
-                opened.await.map_err(error::ended)??
+                opened.await.map_err(tensor_wasm_launch::ended)??
             }
         };
         let stream = tenant.stream();
@@ -130,7 +138,7 @@ impl State {
         let stream = self.stream().await?;
         let background = self.call().surroundings.background.clone();
         let allocated = background.spawn_blocking(move || stream.kernels.tenant.buffer(bytes)).await;
-        Ok(allocated.map_err(error::ended)??)
+        Ok(allocated.map_err(tensor_wasm_launch::ended)??)
     }
 
     /// Reads a kernel module.
@@ -165,7 +173,7 @@ impl State {
         if bytes <= READ_AT_ONCE_BYTES_MAX {
             return read();
         }
-        surroundings.background.spawn_blocking(read).await.map_err(error::ended)?
+        surroundings.background.spawn_blocking(read).await.map_err(tensor_wasm_launch::ended)?
     }
 
     async fn launch(

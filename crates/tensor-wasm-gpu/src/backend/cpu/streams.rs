@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use super::memory::HostMemory;
 use super::modules::CpuKernel;
 use crate::backend::execute::LaunchShape;
+use crate::error::DeviceError;
 use crate::slab::Slab;
 use crate::worker::host::{HostKernels, HostLaunch};
 
@@ -208,7 +209,11 @@ fn start(own: usize, handed: Arc<AtomicUsize>, slab: Arc<Slab>, memory: Arc<Host
     let (sender, tasks) = channel::<StreamTask>();
     let run = move || {
         for task in tasks {
-            task.run(&slab, &memory, own);
+            let run = || task.run(&slab, &memory, own);
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
+                let why = "what runs kernels on this CPU panicked".to_owned();
+                return crate::worker::lost(&slab, &DeviceError::DeviceLost { why });
+            }
             handed.fetch_sub(1, Ordering::Release);
         }
     };

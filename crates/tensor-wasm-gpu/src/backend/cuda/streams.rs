@@ -111,7 +111,10 @@ impl CudaStream {
             return Ok(());
         }
         let other = queues.take(self.green, low)?;
-        order(queues.stream(self.queue), queues.stream(other))?;
+        if let Err(error) = order(queues.stream(self.queue), queues.stream(other)) {
+            queues.give_back(other);
+            return Err(error);
+        }
         queues.give_back(std::mem::replace(&mut self.queue, other));
         self.is_low = low;
         Ok(())
@@ -133,16 +136,19 @@ impl CudaStream {
             slab.done_bell().ring();
             return Ok(());
         }
-        let mut event = null_mut();
-        // SAFETY: writes a handle to a variable of ours, recorded on a stream of ours.
-        unsafe {
-            check(cu::cuEventCreate(&mut event, FLAGS))?;
-            check(cu::cuEventRecord(event, queues.stream(self.queue)))?;
-        }
         let waiter = match &self.waiter {
             Some(waiter) => waiter,
             None => self.waiter.insert(start_waiter(own, context.clone(), slab.clone())?),
         };
+        let mut event = null_mut();
+        // SAFETY: writes a handle to a variable of ours, recorded on a stream of ours.
+        unsafe {
+            check(cu::cuEventCreate(&mut event, FLAGS))?;
+            if let Err(error) = check(cu::cuEventRecord(event, queues.stream(self.queue))) {
+                let _ = cu::cuEventDestroy_v2(event);
+                return Err(error);
+            }
+        }
         // The thread ends only when its sender goes.
         let _ = waiter.send(RecordedEvent(event));
         Ok(())
