@@ -7,6 +7,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 
 use crate::error::ApiError;
 use crate::hosts::{self, Host, Hosts};
+use crate::openapi::is_operation;
 
 const JSON: &str = "application/json";
 const WASM: &str = "application/wasm";
@@ -45,7 +46,8 @@ fn accepted(method: &Method, route: &str) -> Option<&'static [&'static str]> {
         (&Method::POST, "/functions/{f}/invoke") => Some(&[JSON, OCTETS]),
         // A secret is bytes, whatever they are; with this type a page has to ask first.
         (&Method::PUT, "/functions/{f}/secrets/{key}") => Some(&[OCTETS]),
-        (&Method::POST | &Method::PUT, route) if !route.is_empty() => Some(&[JSON]),
+        // Where there is no such method, the router says so.
+        (&Method::POST | &Method::PUT, route) if is_operation(method, route) => Some(&[JSON]),
         _ => None,
     }
 }

@@ -192,6 +192,14 @@ impl Fails {
 /// What names of functions and tenants look like (`check_name` in the runtime).
 const NAME_PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$";
 
+/// Names of secrets, which become environment variables.
+const SECRET_PATTERN: &str = "^[A-Za-z_][A-Za-z0-9_]{0,127}$";
+
+/// Whether a route takes a method.
+pub(crate) fn is_operation(method: &http::Method, route: &str) -> bool {
+    OPERATIONS.iter().any(|(own, path, ..)| *path == route && own.eq_ignore_ascii_case(method.as_str()))
+}
+
 /// The document; `with_tokens` where this server asks for them.
 pub(crate) fn document(with_tokens: bool) -> Value {
     let mut document = serde_json::to_value(Document::openapi()).unwrap_or_default();
@@ -238,7 +246,7 @@ fn constraints() -> [(&'static str, Value); 6] {
         ("/components/schemas/DeployRequest/properties/name", json!({ "pattern": NAME_PATTERN })),
         ("/components/schemas/DeployRequest/properties/wasm_b64", json!({ "contentEncoding": "base64" })),
         ("/components/schemas/TrafficRequest/properties/shares", json!({ "minItems": 1, "maxItems": 2 })),
-        ("/components/schemas/ShareView/properties/weight", json!({ "minimum": 0, "maximum": WEIGHT_MAX })),
+        ("/components/schemas/ShareView/properties/weight", json!({ "minimum": 1, "maximum": WEIGHT_MAX })),
         ("/components/schemas/InvokeRequest", json!({ "additionalProperties": false })),
         ("/components/schemas/SubmitRequest", json!({ "additionalProperties": false })),
     ]
@@ -271,8 +279,12 @@ fn describe(
     let named = json!({ "type": "string", "pattern": NAME_PATTERN });
     let parameters = operation.entry("parameters").or_insert_with(|| json!([]));
     if let Value::Array(parameters) = parameters {
-        for parameter in parameters.iter_mut().filter(|p| matches!(p["name"].as_str(), Some("f" | "name" | "tenant"))) {
-            parameter["schema"] = named.clone();
+        for parameter in parameters.iter_mut() {
+            match parameter["name"].as_str() {
+                Some("f" | "name" | "tenant") => parameter["schema"] = named.clone(),
+                Some("key") => parameter["schema"] = json!({ "type": "string", "pattern": SECRET_PATTERN }),
+                _ => {}
+            }
         }
         if access == Tenant || path == FUNCTION_PATHS[0].0 {
             parameters.push(json!({
