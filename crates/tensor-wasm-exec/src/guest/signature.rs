@@ -159,7 +159,7 @@ pub(crate) fn gpu_import(entry: &EntryPoint) -> Option<String> {
             let uses = |item: &ComponentItem| matches!(item, ComponentItem::ComponentInstance(_));
             let mut imports =
                 ty.imports(engine).filter(|(_, import)| uses(&import.ty)).map(|(name, _)| name.to_owned());
-            imports.find(|name| name.starts_with("tensor-wasm:gpu/"))
+            imports.find(|name| name.starts_with(super::gpu::component::PACKAGE))
         }
     }
 }
