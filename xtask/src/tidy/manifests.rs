@@ -60,12 +60,27 @@ pub(super) fn dependencies(tree: &Tree) -> Vec<String> {
 }
 
 /// What a crate must not depend on, as the table of crates in `ARCHITECTURE.md` has it. Tests and benchmarks may.
-const FORBIDDEN: [(&str, &[&str]); 5] = [
+const FORBIDDEN: [(&str, &[&str]); 6] = [
     ("tensor-wasm-jit", &["tensor-wasm-", "wasmtime", "cudarc", "tokio", "rustix", "libc", "redb", "axum", "hyper"]),
     ("tensor-wasm-gpu", &["tensor-wasm-", "wasmtime", "wasmparser", "wasm-encoder", "redb", "axum", "hyper", "http"]),
     (
         "tensor-wasm-launch",
         &["tensor-wasm-exec", "tensor-wasm-api", "wasmtime", "cudarc", "redb", "axum", "hyper", "http", "clap"],
+    ),
+    (
+        "tensor-wasm-tensor",
+        &[
+            "tensor-wasm-exec",
+            "tensor-wasm-api",
+            "wasmtime",
+            "cudarc",
+            "redb",
+            "axum",
+            "hyper",
+            "http",
+            "clap",
+            "tokio",
+        ],
     ),
     ("tensor-wasm-exec", &["tensor-wasm-api", "cudarc", "axum", "utoipa", "clap"]),
     ("tensor-wasm-api", &["wasmtime", "cudarc", "redb", "clap"]),

@@ -262,8 +262,9 @@ fn specification(tree: &Tree) -> Vec<String> {
             if !has_test(tree.files.get(&format!("crates/tensor-wasm-jit/tests/{file}")), name) {
                 complaints.push(format!("no test {word}"));
             }
-        } else if let Some((crate_name, rest)) =
-            word.split_once("::").filter(|(c, _)| ["exec", "api", "gpu", "jit", "launch", "cli", "xtask"].contains(c))
+        } else if let Some((crate_name, rest)) = word
+            .split_once("::")
+            .filter(|(c, _)| ["exec", "api", "gpu", "jit", "launch", "tensor", "cli", "xtask"].contains(c))
         {
             let (path, name) = rest.rsplit_once("::").unwrap_or(("", rest));
             let folder =

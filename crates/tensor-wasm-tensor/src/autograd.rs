@@ -1,0 +1,308 @@
+//! Gradients: one rule for each primitive operation, which makes nodes like any other operation. So going backwards is
+//! fused as going forwards is, and gradients have gradients.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::error::{ErrorKind, Result, TensorError};
+use crate::graph::Node;
+use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
+use crate::shape::{AxisSet, RANK_MAX, Shape};
+use crate::tensor::{Caller, Tensor};
+
+thread_local! {
+    static IS_RECORDING: Cell<bool> = const { Cell::new(true) };
+}
+
+pub(crate) fn is_recording() -> bool {
+    IS_RECORDING.get()
+}
+
+/// Runs something without keeping what gradients would need.
+pub fn no_grad<R>(run: impl FnOnce() -> R) -> R {
+    struct Before(bool);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            IS_RECORDING.set(self.0);
+        }
+    }
+    let _before = Before(IS_RECORDING.replace(false));
+    run()
+}
+
+impl Tensor {
+    /// The same elements, as something that gradients are asked for.
+    #[track_caller]
+    pub fn with_grad(&self) -> Tensor {
+        let at = Location::caller();
+        if let Err(error) = self.check() {
+            return Tensor::holding(error);
+        }
+        if !self.dtype().is_float() {
+            return self.wrong_dtype("with_grad", "floats", at);
+        }
+        let op = Op::Move(Movement::Reshape);
+        Tensor { node: Node::new(op, vec![self.node.clone()], self.shape(), self.dtype(), true, at) }
+    }
+
+    /// The same elements, through which no gradients flow.
+    #[track_caller]
+    pub fn detach(&self) -> Tensor {
+        if !self.requires_grad() {
+            return self.clone();
+        }
+        let op = Op::Move(Movement::Reshape);
+        let at = Location::caller();
+        Tensor { node: Node::new(op, vec![self.node.clone()], self.shape(), self.dtype(), false, at) }
+    }
+}
+
+/// The gradients of a single number with respect to tensors. Nothing is computed yet.
+#[track_caller]
+pub fn grad(of: &Tensor, with_respect_to: &[&Tensor]) -> Result<Vec<Tensor>> {
+    let at = Location::caller();
+    of.check()?;
+    let error = |what| Err(TensorError::new("grad", what, at));
+    if of.numel() != 1 {
+        return error(ErrorKind::NotScalar { shape: of.shape().to_vec() });
+    }
+    if !of.requires_grad() {
+        return error(ErrorKind::NoGradient);
+    }
+    let mut gradients: HashMap<u64, Tensor> = HashMap::new();
+    gradients.insert(of.node.id, Tensor::fill(1.into(), of.shape(), of.dtype(), at));
+    for node in reachable(&of.node) {
+        let Some(gradient) = gradients.get(&node.id).cloned() else { continue };
+        let recipe = node.state.lock().recipe.clone();
+        let Some(recipe) = recipe else { return error(ErrorKind::GraphFreed) };
+        let output = Tensor { node: node.clone() };
+        let inputs: Vec<Tensor> = recipe.inputs.iter().map(|input| Tensor { node: input.clone() }).collect();
+        // What is asked for with respect to itself ends there, as does what was made from something without gradients.
+        if !inputs.iter().any(Tensor::requires_grad) {
+            continue;
+        }
+        for (input, part) in inputs.iter().zip(pull_back(&recipe.op, &inputs, &output, &gradient, at)) {
+            let Some(part) = part.filter(|_| input.requires_grad()) else { continue };
+            let sum = match gradients.get(&input.node.id) {
+                Some(known) => known + part,
+                None => part,
+            };
+            gradients.insert(input.node.id, sum);
+        }
+    }
+    let found = |tensor: &&Tensor| match gradients.get(&tensor.node.id) {
+        Some(gradient) => Ok(gradient.clone()),
+        None if tensor.requires_grad() => Ok(Tensor::fill(0.into(), tensor.shape(), tensor.dtype(), at)),
+        None => Err(TensorError::new("grad", ErrorKind::NoGradient, at)),
+    };
+    with_respect_to.iter().map(found).collect()
+}
+
+/// Everything that gradients flow through, the last made first.
+fn reachable(from: &Arc<Node>) -> Vec<Arc<Node>> {
+    let mut found: HashMap<u64, Arc<Node>> = HashMap::new();
+    let mut left = vec![from.clone()];
+    while let Some(node) = left.pop() {
+        if node.requires_grad && !found.contains_key(&node.id) {
+            if let Some(recipe) = &node.state.lock().recipe {
+                left.extend(recipe.inputs.iter().cloned());
+            }
+            found.insert(node.id, node);
+        }
+    }
+    let mut sorted: Vec<Arc<Node>> = found.into_values().collect();
+    sorted.sort_unstable_by_key(|node| std::cmp::Reverse(node.id));
+    sorted
+}
+
+/// Sums up what was repeated.
+fn unexpand(gradient: &Tensor, shape: Shape, at: Caller) -> Tensor {
+    let from = gradient.shape();
+    let new = from.rank() - shape.rank();
+    let mut axes = AxisSet::default();
+    for axis in 0..from.rank() {
+        if axis < new || (shape[axis - new] == 1 && from[axis] != 1) {
+            axes.insert(axis);
+        }
+    }
+    gradient.reduce(ReduceOp::Sum, axes, at).reshape_to(shape, at)
+}
+
+/// What the gradient of a result says about each input; none where nothing flows.
+fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at: Caller) -> Vec<Option<Tensor>> {
+    let g = gradient;
+    let one = |tensor: Tensor| vec![Some(tensor)];
+    match op {
+        Op::Data
+        | Op::Fill(_)
+        | Op::Iota
+        | Op::Random { .. }
+        | Op::ArgReduce { .. }
+        | Op::ArgSort { .. }
+        | Op::Failed(_) => {
+            vec![None; inputs.len()]
+        }
+        Op::Unary(op) => {
+            let x = &inputs[0];
+            match op {
+                UnaryOp::Neg => one(-g),
+                UnaryOp::Abs => one(g * x.sign()),
+                UnaryOp::Sign | UnaryOp::Floor | UnaryOp::Round | UnaryOp::Not => vec![None],
+                UnaryOp::Recip => one(-(g * output * output)),
+                UnaryOp::Sqrt => one(g * 0.5 / output),
+                UnaryOp::Rsqrt => one(g * output * output * output * -0.5),
+                UnaryOp::Exp => one(g * output),
+                UnaryOp::Expm1 => one(g * (output + 1.0)),
+                UnaryOp::Ln => one(g / x),
+                UnaryOp::Ln1p => one(g / (x + 1.0)),
+                UnaryOp::Sin => one(g * x.cos()),
+                UnaryOp::Cos => one(-(g * x.sin())),
+                UnaryOp::Tanh => one(g * (1.0 - output * output)),
+                UnaryOp::Erf => one(g * (-(x * x)).exp() * std::f64::consts::FRAC_2_SQRT_PI),
+            }
+        }
+        Op::Binary(op) => {
+            let (a, b) = (&inputs[0], &inputs[1]);
+            match op {
+                BinaryOp::Add => vec![Some(g.clone()), Some(g.clone())],
+                BinaryOp::Sub => vec![Some(g.clone()), Some(-g)],
+                BinaryOp::Mul => vec![Some(g * b), Some(g * a)],
+                BinaryOp::Div => vec![Some(g / b), Some(-(g * output / b))],
+                BinaryOp::Rem => vec![Some(g.clone()), Some(-(g * (a / b).floor()))],
+                BinaryOp::Pow => {
+                    // At zero, the logarithm is infinite and the power does not depend on the exponent.
+                    let log = a.eq(0).where_(a.scalar_like(0, at), a.ln());
+                    let slope = b.eq(0).where_(b.scalar_like(0, at), b * a.pow(b - 1.0));
+                    vec![Some(g * slope), Some(g * output * log)]
+                }
+                // Where both are the same, each has half.
+                BinaryOp::Max | BinaryOp::Min => {
+                    let first = if *op == BinaryOp::Max { b.lt(a) } else { a.lt(b) };
+                    let half = a.eq(b).cast_to(a.dtype(), at) * 0.5;
+                    let first = first.cast_to(a.dtype(), at) + half;
+                    vec![Some(g * &first), Some(g * (1.0 - first))]
+                }
+                BinaryOp::Eq | BinaryOp::Lt | BinaryOp::Le | BinaryOp::And | BinaryOp::Or => vec![None, None],
+            }
+        }
+        Op::Where => {
+            let zero = g.scalar_like(0, at);
+            let (a, b) = (Tensor::select(&inputs[0], g, &zero, at), Tensor::select(&inputs[0], &zero, g, at));
+            vec![None, Some(a), Some(b)]
+        }
+        Op::Cast => {
+            let x = &inputs[0];
+            if x.dtype().is_float() { one(g.cast_to(x.dtype(), at)) } else { vec![None] }
+        }
+        Op::Move(movement) => one(pull_back_view(movement, &inputs[0], g, at)),
+        Op::Reduce(op, axes) => {
+            let x = &inputs[0];
+            let spread = |tensor: &Tensor| tensor.expand_to(x.shape(), at);
+            match op {
+                ReduceOp::Sum => one(spread(g)),
+                ReduceOp::Prod => one(spread(g) * product_of_others(x, *axes, at)),
+                ReduceOp::Max | ReduceOp::Min => {
+                    // Where several are extreme, each has its part.
+                    let is_extreme = x.eq(spread(output)).cast_to(x.dtype(), at);
+                    let count = is_extreme.reduce(ReduceOp::Sum, *axes, at);
+                    one(spread(&(g / count)) * is_extreme)
+                }
+            }
+        }
+        Op::Matmul => {
+            let (a, b) = (&inputs[0], &inputs[1]);
+            vec![Some(g.matrix_product(&b.t(), at)), Some(a.t().matrix_product(g, at))]
+        }
+        Op::Cumsum { axis, is_reverse } => one(g.running_sum(*axis, !is_reverse, at)),
+        Op::Gather { axis } => {
+            let size = inputs[0].shape()[*axis];
+            vec![Some(g.scatter_add(signed(*axis), &inputs[1], size)), None]
+        }
+        Op::ScatterAdd { axis, .. } => vec![Some(g.gather(signed(*axis), &inputs[1])), None],
+        Op::Place(corners) => {
+            let part = |(input, corner): (&Tensor, &[usize; RANK_MAX])| {
+                let shape = input.shape();
+                Some(
+                    (0..shape.rank())
+                        .fold(g.clone(), |part, axis| part.narrow(signed(axis), corner[axis], shape[axis])),
+                )
+            };
+            inputs.iter().zip(corners.iter()).map(part).collect()
+        }
+        Op::Fold { axis, step, dilation, .. } => {
+            let movement = Movement::Windows { axis: *axis, step: *step, dilation: *dilation };
+            one(g.moved(movement, inputs[0].shape(), at))
+        }
+    }
+}
+
+fn signed(axis: usize) -> isize {
+    isize::try_from(axis).unwrap_or(isize::MAX)
+}
+
+fn pull_back_view(movement: &Movement, x: &Tensor, g: &Tensor, at: Caller) -> Tensor {
+    let shape = x.shape();
+    match movement {
+        Movement::Reshape => g.reshape_to(shape, at),
+        Movement::Permute(axes) => {
+            let mut back = [0_u8; RANK_MAX];
+            for (to, from) in axes.iter().take(shape.rank()).enumerate() {
+                back[usize::from(*from)] = u8::try_from(to).unwrap_or_default();
+            }
+            g.moved(Movement::Permute(back), shape, at)
+        }
+        Movement::Expand => unexpand(g, shape, at),
+        Movement::Slice { axis, start, step } => {
+            // Between the elements of a step there are zeros.
+            let (count, stride) = (g.shape()[*axis], step.unsigned_abs());
+            if count == 0 {
+                return Tensor::fill(0.into(), shape, g.dtype(), at);
+            }
+            let forward = if *step < 0 { g.flip(signed(*axis)) } else { g.clone() };
+            let spread = if stride > 1 && count > 1 {
+                let mut after = vec![0; shape.rank() + 1];
+                let with_gaps = forward.unsqueeze(signed(*axis) + 1);
+                after[axis + 1] = stride - 1;
+                let padded = with_gaps.pad(&vec![0; shape.rank() + 1], &after);
+                let flat = padded.reshape_to(g.shape().with(*axis, count * stride), at);
+                flat.narrow(signed(*axis), 0, (count - 1) * stride + 1)
+            } else {
+                forward
+            };
+            let first = if *step < 0 { start - (count - 1) * stride } else { *start };
+            let mut corner = [0; RANK_MAX];
+            corner[*axis] = first;
+            Tensor::place(&[&spread], &[corner], shape, at)
+        }
+        Movement::Windows { axis, step, dilation } => {
+            let op = Op::Fold { axis: *axis, step: *step, dilation: *dilation, size: shape[*axis] };
+            Tensor::make(op, &[g], shape, g.dtype(), at)
+        }
+    }
+}
+
+/// For each element, the product of the others: without dividing, as one of them may be zero.
+fn product_of_others(x: &Tensor, axes: AxisSet, at: Caller) -> Tensor {
+    // The axes in one line at the end; then a matrix of them with ones on its diagonal.
+    let rank = x.rank();
+    let kept: Vec<isize> = (0..rank).filter(|axis| !axes.contains(*axis)).map(signed).collect();
+    let reduced: Vec<isize> = (0..rank).filter(|axis| axes.contains(*axis)).map(signed).collect();
+    let order: Vec<isize> = kept.iter().chain(&reduced).copied().collect();
+    let moved = x.permute(&order);
+    let count: usize = reduced.iter().map(|axis| x.shape()[axis.unsigned_abs()]).product();
+    let rows = x.numel().checked_div(count).unwrap_or(0);
+    let (Some(flat), Some(square)) = (Shape::new(&[rows, 1, count]), Shape::new(&[rows, count, count])) else {
+        return x.clone();
+    };
+    let lines = moved.reshape_to(flat, at).expand_to(square, at);
+    let diagonal = Tensor::eye(count, crate::dtype::DType::Bool).expand_to(square, at);
+    let others = Tensor::select(&diagonal, &x.scalar_like(1, at), &lines, at);
+    let mut last = AxisSet::default();
+    last.insert(2);
+    let products = others.reduce(ReduceOp::Prod, last, at).reshape_to(moved.shape(), at);
+    let mut back = vec![0; rank];
+    order.iter().enumerate().for_each(|(to, from)| back[from.unsigned_abs()] = signed(to));
+    products.permute(&back)
+}

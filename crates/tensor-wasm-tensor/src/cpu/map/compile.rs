@@ -1,0 +1,279 @@
+//! From a kernel to a program: where every value is, and in which order it gets there.
+
+use super::super::tile::{Class, TileOp};
+use super::{
+    Accumulate, Instruction, InstructionKind, Load, MapProgram, Register, Source, Strategy, Strides, TILE_MAX,
+};
+use crate::dtype::DType;
+use crate::schedule::plan::{BufferView, Level, MapKernel, ValueKind};
+
+/// Makes a program from a kernel.
+pub(super) struct Compile<'k> {
+    kernel: &'k MapKernel,
+    strategy: Strategy,
+    loads: Vec<Load>,
+    instructions: Vec<Instruction>,
+    constants: Vec<(Register, usize, DType)>,
+    registers: Vec<usize>,
+    row_registers: usize,
+    /// Registers by the size of their elements that are not used at the moment.
+    free: Vec<Register>,
+    /// Where values are, at their own level and repeated.
+    at: Vec<Option<Source>>,
+    repeated: Vec<Option<Source>>,
+    /// How many operands are still to be read from a value.
+    uses: Vec<usize>,
+}
+
+impl<'k> Compile<'k> {
+    pub(super) fn new(kernel: &'k MapKernel) -> Compile<'k> {
+        let mut uses = vec![0; kernel.values.len()];
+        kernel.values.iter().flat_map(|value| value.kind.operands()).for_each(|operand| uses[operand] += 1);
+        // What is stored is copied at the end, unless it was computed where it belongs.
+        kernel.stores.iter().for_each(|(value, _)| uses[*value] += 1);
+        let levels = kernel.values.iter().filter(|value| matches!(value.kind, ValueKind::Load(_)));
+        let mut level_of = vec![Level::Full; kernel.loads.len()];
+        levels.for_each(|value| {
+            if let ValueKind::Load(load) = value.kind {
+                level_of[load] = value.level;
+            }
+        });
+        let load = |(n, view): (usize, &BufferView)| {
+            let shape = if level_of[n] == Level::Full { kernel.space } else { kernel.rows() };
+            let is_direct = view.layout.has_strides(&shape.strides());
+            Load { strides: Strides::of(&view.layout), is_direct, bytes: view.dtype.size() }
+        };
+        Compile {
+            kernel,
+            strategy: Compile::strategy(kernel),
+            loads: kernel.loads.iter().enumerate().map(load).collect(),
+            instructions: Vec::new(),
+            constants: Vec::new(),
+            registers: Vec::new(),
+            row_registers: 0,
+            free: Vec::new(),
+            at: vec![None; kernel.values.len()],
+            repeated: vec![None; kernel.values.len()],
+            uses,
+        }
+    }
+
+    fn strategy(kernel: &MapKernel) -> Strategy {
+        let space = kernel.space;
+        let has_rows = kernel.values.iter().any(|value| matches!(value.kind, ValueKind::Reduce(..)));
+        if !has_rows {
+            return Strategy::Linear { count: space.numel() };
+        }
+        // What is reduced is used again, or the scheduler would not have put rows into one kernel.
+        let is_used = |n: usize| kernel.values.iter().any(|value| value.kind.operands().any(|operand| operand == n));
+        let reduces = |n: &usize| matches!(kernel.values[*n].kind, ValueKind::Reduce(..));
+        let (rows, count) = (kernel.rows().numel(), space.numel());
+        let inner = count.checked_div(rows).unwrap_or(0);
+        let is_trailing = {
+            let first = (0..space.rank()).find(|axis| kernel.reduced.contains(*axis)).unwrap_or(space.rank());
+            (first..space.rank()).all(|axis| kernel.reduced.contains(axis) || space[axis] == 1)
+        };
+        let is_chained = (0..kernel.values.len()).filter(reduces).any(is_used);
+        if is_trailing && (is_chained || inner <= TILE_MAX) {
+            return Strategy::Rows { rows, inner };
+        }
+        // Axes next to each other that have the same fate are one.
+        let mut axes: Vec<(bool, usize)> = Vec::new();
+        for axis in (0..space.rank()).filter(|axis| space[*axis] != 1) {
+            let is_reduced = kernel.reduced.contains(axis);
+            match axes.last_mut() {
+                Some((last, size)) if *last == is_reduced => *size *= space[axis],
+                _ => axes.push((is_reduced, space[axis])),
+            }
+        }
+        let (is_inner_reduced, inner) = axes.pop().unwrap_or((true, 1));
+        let (mut kept, mut reduced) = (Vec::new(), Vec::new());
+        let mut stride = inner;
+        for (is_reduced, size) in axes.into_iter().rev() {
+            (if is_reduced { &mut reduced } else { &mut kept }).push((size, stride));
+            stride *= size;
+        }
+        kept.reverse();
+        reduced.reverse();
+        Strategy::Accumulate(Accumulate { kept, reduced, inner, is_inner_reduced, results: Vec::new() })
+    }
+
+    fn class(&self, value: usize) -> Class {
+        Class::of(self.kernel.values[value].dtype)
+    }
+
+    fn register(&mut self, level: Level, bytes: usize) -> Source {
+        if level == Level::Row {
+            self.row_registers += 1;
+            return Source::RowRegister(self.row_registers - 1);
+        }
+        let found = self.free.iter().position(|register| self.registers[*register] == bytes);
+        Source::Register(match found {
+            Some(at) => self.free.swap_remove(at),
+            None => {
+                self.registers.push(bytes);
+                self.registers.len() - 1
+            }
+        })
+    }
+
+    /// An operand has been read: its register is free if it was the last time.
+    fn done_with(&mut self, value: usize) {
+        self.uses[value] -= 1;
+        if self.uses[value] == 0 {
+            for source in [self.at[value], self.repeated[value]].into_iter().flatten() {
+                let is_constant =
+                    |register: Register| self.constants.iter().any(|(constant, ..)| *constant == register);
+                if let Source::Register(register) = source
+                    && !is_constant(register)
+                    && !self.free.contains(&register)
+                {
+                    self.free.push(register);
+                }
+            }
+        }
+    }
+
+    /// The result that a value can be written to where it is made.
+    fn result(&self, value: usize) -> Option<usize> {
+        let is_half = matches!(self.kernel.values[value].dtype, DType::F16 | DType::BF16);
+        let store = self.kernel.stores.iter().position(|(stored, _)| *stored == value)?;
+        (!is_half).then_some(store)
+    }
+
+    fn push(&mut self, kind: InstructionKind, level: Level, to: Source) {
+        self.instructions.push(Instruction { kind, level, to });
+    }
+
+    /// Where an operand is for an instruction of a level: one a row is repeated for each point.
+    fn operand(&mut self, value: usize, level: Level) -> Source {
+        let own = self.kernel.values[value].level;
+        let at = self.at[value].unwrap_or(Source::Register(0));
+        let is_constant = matches!(self.kernel.values[value].kind, ValueKind::Fill(_));
+        if own == level || level == Level::Row || is_constant {
+            return at;
+        }
+        if let Some(repeated) = self.repeated[value] {
+            return repeated;
+        }
+        let class = self.class(value);
+        let to = self.register(Level::Full, class.size());
+        self.push(InstructionKind::Repeat(class, at), Level::Full, to);
+        self.repeated[value] = Some(to);
+        to
+    }
+
+    pub(super) fn finish(mut self) -> MapProgram {
+        for value in 0..self.kernel.values.len() {
+            self.value(value);
+        }
+        // What is stored in half precision, or more than once, or was never computed, is copied.
+        for (store, (value, _)) in self.kernel.stores.iter().enumerate() {
+            let dtype = self.kernel.values[*value].dtype;
+            let level = self.kernel.values[*value].level;
+            let at = self.at[*value].unwrap_or(Source::Register(0));
+            let is_reduction = matches!(self.kernel.values[*value].kind, ValueKind::Reduce(..));
+            if at == Source::Result(store) || is_reduction && matches!(self.strategy, Strategy::Accumulate(_)) {
+                continue;
+            }
+            let op = match dtype {
+                DType::F16 | DType::BF16 => TileOp::StoreHalf(dtype),
+                _ => TileOp::Copy(Class::of(dtype)),
+            };
+            self.push(InstructionKind::Tile(op, [at; 3]), level, Source::Result(store));
+        }
+        let Compile { strategy, loads, instructions, constants, registers, row_registers, .. } = self;
+        MapProgram { instructions, constants, registers, row_registers, loads, strategy }
+    }
+
+    fn value(&mut self, n: usize) {
+        let value = self.kernel.values[n].clone();
+        let (class, level) = (self.class(n), value.level);
+        let at = match value.kind {
+            ValueKind::Fill(parameter) => {
+                self.registers.push(class.size());
+                let register = self.registers.len() - 1;
+                self.constants.push((register, parameter, value.dtype));
+                Source::Register(register)
+            }
+            ValueKind::Load(load) => {
+                let is_half = matches!(value.dtype, DType::F16 | DType::BF16);
+                let mut at = Source::Memory(load);
+                if !self.loads[load].is_direct {
+                    at = self.register(level, self.loads[load].bytes);
+                    self.push(InstructionKind::Gather(load), level, at);
+                }
+                if is_half {
+                    let to = self.register(level, 4);
+                    self.push(InstructionKind::Tile(TileOp::LoadHalf(value.dtype), [at; 3]), level, to);
+                    if let Source::Register(register) = at {
+                        self.free.push(register);
+                    }
+                    at = to;
+                }
+                at
+            }
+            ValueKind::Iota(layout) => {
+                let to = self.register(level, 8);
+                self.push(InstructionKind::Iota(Strides::of(&layout)), level, to);
+                to
+            }
+            ValueKind::Random(parameter, layout) => {
+                let to = self.register(level, 4);
+                self.push(InstructionKind::Random(parameter, Strides::of(&layout)), level, to);
+                to
+            }
+            ValueKind::Reduce(op, operand) => {
+                let from = self.operand(operand, Level::Full);
+                if let Strategy::Accumulate(accumulate) = &mut self.strategy {
+                    // Two nodes that are the same value are both stored. The operand is read after the tile, so its
+                    // register stays.
+                    let stores = self.kernel.stores.iter().enumerate().filter(|(_, (stored, _))| *stored == n);
+                    accumulate.results.extend(stores.map(|(result, _)| (op, value.dtype, from, result)));
+                    return;
+                }
+                let to = self.register(Level::Row, class.size());
+                self.push(InstructionKind::Reduce(op, class, from), Level::Row, to);
+                self.done_with(operand);
+                to
+            }
+            ValueKind::Unary(op, a) => {
+                let class = self.class(a);
+                self.tile(n, TileOp::Unary(op, class), &[a])
+            }
+            ValueKind::Binary(op, a, b) => {
+                let class = self.class(a);
+                self.tile(n, TileOp::Binary(op, class), &[a, b])
+            }
+            ValueKind::Where(condition, a, b) => self.tile(n, TileOp::Where(class), &[condition, a, b]),
+            ValueKind::Cast(a) => {
+                let from = self.kernel.values[a].dtype;
+                self.tile(n, TileOp::Cast(from, value.dtype), &[a])
+            }
+        };
+        self.at[n] = Some(at);
+    }
+
+    fn tile(&mut self, n: usize, op: TileOp, operands: &[usize]) -> Source {
+        let (class, level) = (self.class(n), self.kernel.values[n].level);
+        // Operations of fewer than three operands do not look at the rest.
+        let mut from = [self.operand(operands[0], level); 3];
+        for (to, operand) in from.iter_mut().zip(operands).skip(1) {
+            *to = self.operand(*operand, level);
+        }
+        // The result may take the place of an operand of the same size, as it is computed element by element.
+        let is_same_size = operands.iter().all(|operand| self.class(*operand).size() == class.size());
+        if is_same_size {
+            operands.iter().for_each(|operand| self.done_with(*operand));
+        }
+        let to = match self.result(n) {
+            Some(store) => Source::Result(store),
+            None => self.register(level, class.size()),
+        };
+        if !is_same_size {
+            operands.iter().for_each(|operand| self.done_with(*operand));
+        }
+        self.push(InstructionKind::Tile(op, from), level, to);
+        to
+    }
+}

@@ -1,0 +1,185 @@
+//! Fused expressions on a CPU. A kernel is a list of operations on tiles: pieces of its index space, in row-major
+//! order, that fit into the first-level cache with everything computed from them. Nothing goes through memory in
+//! between. Operands that lie in memory as the space does are read where they are, results are written where they
+//! belong, and everything else is gathered into a tile first.
+
+mod accumulate;
+mod compile;
+mod run;
+
+use std::sync::atomic::AtomicBool;
+
+use self::compile::Compile;
+use self::run::Run;
+use super::execute::Buffers;
+use super::memory::CpuBuffer;
+use super::tile::{Class, TileOp};
+use crate::dtype::DType;
+use crate::error::ErrorKind;
+use crate::graph::op::ReduceOp;
+use crate::schedule::plan::{Level, MapKernel, Parameter};
+use crate::shape::{Layout, RANK_MAX};
+
+/// Bytes of tiles that a thread works on: they stay in the first-level cache, beside what is read and written.
+const TILES_BYTES: usize = 24 << 10;
+
+/// Elements of a tile at most; more would not be faster.
+const TILE_MAX: usize = 2048;
+
+/// Elements that one thread takes at once. Below twice as many, nobody else is asked.
+const CHUNK: usize = 32 << 10;
+
+/// A kernel, ready to run.
+#[derive(Debug)]
+pub(crate) struct MapProgram {
+    /// For each tile, in this order.
+    instructions: Vec<Instruction>,
+    /// Fills constants before the first tile.
+    constants: Vec<(Register, usize, DType)>,
+    /// Bytes of an element of each register.
+    registers: Vec<usize>,
+    row_registers: usize,
+    loads: Vec<Load>,
+    strategy: Strategy,
+}
+
+type Register = usize;
+
+/// How the space is walked through.
+#[derive(Debug, Clone, PartialEq)]
+enum Strategy {
+    /// Piece by piece.
+    Linear { count: usize },
+    /// Whole rows, some at a time: what is reduced from a row is used on it.
+    Rows { rows: usize, inner: usize },
+    /// Everything reduced is a result.
+    Accumulate(Accumulate),
+}
+
+/// Axes that are kept and reduced take turns: sizes and strides of each kind, outermost first.
+#[derive(Debug, Clone, PartialEq)]
+struct Accumulate {
+    kept: Vec<(usize, usize)>,
+    reduced: Vec<(usize, usize)>,
+    /// Elements that lie together at the end of the space, and whether they are reduced.
+    inner: usize,
+    is_inner_reduced: bool,
+    /// The reductions: where the operand is, and which of the results it becomes.
+    results: Vec<(ReduceOp, DType, Source, usize)>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Source {
+    Register(Register),
+    RowRegister(Register),
+    /// A load that lies in memory as the space does.
+    Memory(usize),
+    /// What was stored already.
+    Result(usize),
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Instruction {
+    kind: InstructionKind,
+    level: Level,
+    to: Source,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum InstructionKind {
+    Tile(TileOp, [Source; 3]),
+    /// A load that lies otherwise.
+    Gather(usize),
+    Iota(Strides),
+    Random(usize, Strides),
+    /// From one element a row to one a point.
+    Repeat(Class, Source),
+    /// From one element a point to one a row.
+    Reduce(ReduceOp, Class, Source),
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Load {
+    strides: Strides,
+    is_direct: bool,
+    bytes: usize,
+}
+
+/// Where elements lie, in as few axes as can say it.
+#[derive(Debug, Clone, PartialEq)]
+struct Strides {
+    axes: Vec<(usize, isize)>,
+    offset: isize,
+}
+
+impl Strides {
+    fn of(layout: &Layout) -> Strides {
+        let mut axes: Vec<(usize, isize)> = Vec::with_capacity(RANK_MAX);
+        for (size, stride) in layout.shape.iter().zip(layout.strides()).filter(|(size, _)| **size != 1) {
+            match axes.last_mut() {
+                Some((last, step)) if *step == stride * signed(*size) => (*last, *step) = (*last * size, *stride),
+                _ => axes.push((*size, *stride)),
+            }
+        }
+        Strides { axes, offset: layout.offset }
+    }
+
+    /// Calls with the position of each run of elements from `start` on: position, step, how many.
+    fn runs(&self, start: usize, count: usize, mut each: impl FnMut(usize, isize, isize, usize)) {
+        let Some(((inner, step), outer)) = self.axes.split_last() else {
+            // The same element over and over, of which there is one.
+            return each(0, self.offset, 0, count);
+        };
+        let mut done = 0;
+        while done < count {
+            let at = start + done;
+            let mut rest = at / inner;
+            let within = at % inner;
+            let mut position = self.offset + signed(within) * step;
+            for (size, stride) in outer.iter().rev() {
+                position += signed(rest % size) * stride;
+                rest /= size;
+            }
+            let run = (inner - within).min(count - done);
+            each(done, position, *step, run);
+            done += run;
+        }
+    }
+}
+
+fn signed(size: usize) -> isize {
+    isize::try_from(size).unwrap_or(isize::MAX)
+}
+
+impl MapProgram {
+    pub(crate) fn compile(kernel: &MapKernel) -> MapProgram {
+        Compile::new(kernel).finish()
+    }
+
+    pub(super) fn run(
+        &self,
+        kernel: &MapKernel,
+        buffers: &Buffers<'_>,
+        made: &[CpuBuffer],
+        parameters: &[Parameter],
+    ) -> Result<(), ErrorKind> {
+        let loads = kernel.loads.iter().map(|view| Ok(buffers.view(view)?.as_ptr().cast_const()));
+        let loads = loads.collect::<Result<Vec<_>, ErrorKind>>()?;
+        let results: Vec<*mut u8> = made.iter().map(CpuBuffer::as_ptr).collect();
+        let sizes: Vec<usize> = kernel.stores.iter().map(|(value, _)| kernel.values[*value].dtype.size()).collect();
+        let is_defined = AtomicBool::new(true);
+        let run = Run { program: self, loads, results, sizes, parameters, is_defined: &is_defined };
+        match &self.strategy {
+            Strategy::Linear { count } => run.linear(*count),
+            Strategy::Rows { rows, inner } => run.rows(*rows, *inner),
+            Strategy::Accumulate(accumulate) => run.accumulate(accumulate)?,
+        }
+        if is_defined.into_inner() { Ok(()) } else { Err(ErrorKind::DivisionByZero) }
+    }
+
+    /// Elements of a tile.
+    fn tile(&self, most: usize) -> usize {
+        let bytes: usize = self.registers.iter().sum::<usize>().max(4);
+        (TILES_BYTES / bytes).clamp(64, TILE_MAX).min(most.max(1))
+    }
+}

@@ -1,0 +1,253 @@
+//! Runs programs: piece by piece, or whole rows at a time.
+#![expect(unsafe_code, reason = "threads read and write parts of the same buffers, each its own")]
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::super::memory::ALIGN;
+use super::super::threads::parallel;
+use super::super::tile::{self, Class, TileArgs, TileOp};
+use super::{CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strides, signed};
+use crate::dtype::DType;
+use crate::random;
+use crate::schedule::plan::{Level, Parameter};
+
+/// One run of a program.
+pub(super) struct Run<'r> {
+    pub(super) program: &'r MapProgram,
+    pub(super) loads: Vec<*const u8>,
+    pub(super) results: Vec<*mut u8>,
+    /// Bytes of an element of each result.
+    pub(super) sizes: Vec<usize>,
+    pub(super) parameters: &'r [Parameter],
+    pub(super) is_defined: &'r AtomicBool,
+}
+
+// SAFETY: buffers outlive the run; loads are only read, and each part of a result is written by one thread.
+unsafe impl Sync for Run<'_> {}
+
+/// What a thread works on.
+pub(super) struct Tiles {
+    start: *mut u8,
+    /// Where each register begins, and each register of rows.
+    registers: Vec<usize>,
+    row_registers: usize,
+    row_bytes: usize,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A part of the space.
+#[derive(Clone, Copy)]
+pub(super) struct Part {
+    pub(super) start: usize,
+    pub(super) count: usize,
+    /// The rows it is, if it is whole rows.
+    pub(super) first_row: usize,
+    pub(super) rows: usize,
+}
+
+impl Run<'_> {
+    pub(super) fn linear(&self, count: usize) {
+        let tile = self.program.tile(count);
+        let chunk = CHUNK.next_multiple_of(tile);
+        let work = |n: usize| {
+            let end = ((n + 1) * chunk).min(count);
+            self.with_tiles(tile, 1, |tiles| {
+                let mut start = n * chunk;
+                while start < end {
+                    let part = Part { start, count: tile.min(end - start), first_row: 0, rows: 0 };
+                    self.part(tiles, part);
+                    start += tile;
+                }
+            });
+        };
+        if count < 2 * CHUNK {
+            (0..count.div_ceil(chunk)).for_each(work)
+        } else {
+            parallel(count.div_ceil(chunk), &work)
+        }
+    }
+
+    pub(super) fn rows(&self, rows: usize, inner: usize) {
+        let tile = self.program.tile(rows * inner);
+        let at_once = (tile / inner.max(1)).clamp(1, rows.max(1));
+        let chunk = (CHUNK / inner.max(1)).max(1).next_multiple_of(at_once);
+        let work = |n: usize| {
+            let end = ((n + 1) * chunk).min(rows);
+            self.with_tiles((at_once * inner).max(at_once), at_once, |tiles| {
+                let mut row = n * chunk;
+                while row < end {
+                    let count = at_once.min(end - row);
+                    let part = Part { start: row * inner, count: count * inner, first_row: row, rows: count };
+                    self.part(tiles, part);
+                    row += at_once;
+                }
+            });
+        };
+        let chunks = rows.div_ceil(chunk);
+        if rows * inner < 2 * CHUNK { (0..chunks).for_each(work) } else { parallel(chunks, &work) }
+    }
+
+    /// Has a thread's tiles ready, with constants in them.
+    pub(super) fn with_tiles(&self, tile: usize, rows: usize, work: impl FnOnce(&Tiles)) {
+        let program = self.program;
+        let mut registers = Vec::with_capacity(program.registers.len());
+        let mut bytes = 0;
+        for size in &program.registers {
+            registers.push(bytes);
+            bytes += (size * tile).next_multiple_of(ALIGN);
+        }
+        let row_bytes = (8 * rows).next_multiple_of(ALIGN);
+        let row_registers = bytes;
+        bytes += row_bytes * program.row_registers;
+        SCRATCH.with_borrow_mut(|scratch| {
+            scratch.resize((bytes + ALIGN) / 8 + 1, 0);
+            let start = scratch.as_mut_ptr().cast::<u8>();
+            // SAFETY: there is room for one line more.
+            let start = unsafe { start.add(start.align_offset(ALIGN)) };
+            let tiles = Tiles { start, registers, row_registers, row_bytes };
+            for (register, parameter, dtype) in &program.constants {
+                let mut one = [0_u8; 8];
+                self.constant(*parameter, *dtype, &mut one);
+                let to = tiles.register(*register);
+                let (a, n) = (one.as_ptr(), tile);
+                let args = TileArgs { to, a, b: a, c: a, n, count: 1 };
+                // SAFETY: the register has room for a tile, and `one` is an element.
+                unsafe { tile::run(TileOp::Repeat(Class::of(*dtype)), &args) };
+            }
+            work(&tiles);
+        });
+    }
+
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a scalar becomes an element as a cast does it"
+    )]
+    fn constant(&self, parameter: usize, dtype: DType, to: &mut [u8; 8]) {
+        let Some(Parameter::Scalar(scalar)) = self.parameters.get(parameter) else { return };
+        let float = scalar.as_f64();
+        match dtype {
+            DType::Bool => to[0] = u8::from(float != 0.0),
+            DType::U8 => to[0] = scalar.as_i64() as u8,
+            DType::I32 => to[..4].copy_from_slice(&(scalar.as_i64() as i32).to_ne_bytes()),
+            DType::I64 => *to = scalar.as_i64().to_ne_bytes(),
+            DType::F16 => to[..4].copy_from_slice(&half::f16::from_f64(float).to_f32().to_ne_bytes()),
+            DType::BF16 => to[..4].copy_from_slice(&half::bf16::from_f64(float).to_f32().to_ne_bytes()),
+            DType::F32 => to[..4].copy_from_slice(&(float as f32).to_ne_bytes()),
+            DType::F64 => *to = float.to_ne_bytes(),
+        }
+    }
+
+    /// Computes one part of the space.
+    pub(super) fn part(&self, tiles: &Tiles, part: Part) {
+        for instruction in &self.program.instructions {
+            let level = instruction.level;
+            let (start, n) = if level == Level::Full { (part.start, part.count) } else { (part.first_row, part.rows) };
+            let at = |source: Source| self.address(tiles, source, start);
+            let to = at(instruction.to);
+            let args = |op: TileOp, from: [*const u8; 3], n: usize, count: usize| {
+                let args = TileArgs { to, a: from[0], b: from[1], c: from[2], n, count };
+                // SAFETY: registers have room for a part; loads and results have as many elements as the space or its
+                // rows, of which this is a part; and results are where operands are only by design of the compiler.
+                if !unsafe { tile::run(op, &args) } {
+                    self.is_defined.store(false, Ordering::Relaxed);
+                }
+            };
+            match &instruction.kind {
+                InstructionKind::Tile(op, from) => args(*op, from.map(|from| at(from).cast_const()), n, 1),
+                InstructionKind::Repeat(class, from) => {
+                    let from = self.address(tiles, *from, part.first_row).cast_const();
+                    args(TileOp::Repeat(*class), [from; 3], part.count / part.rows.max(1), part.rows);
+                }
+                InstructionKind::Reduce(op, class, from) => {
+                    let from = self.address(tiles, *from, part.start).cast_const();
+                    args(TileOp::Reduce(*op, *class), [from; 3], part.count / part.rows.max(1), part.rows);
+                }
+                InstructionKind::Gather(load) => {
+                    let Load { strides, bytes, .. } = &self.program.loads[*load];
+                    let from = self.loads[*load];
+                    // SAFETY: the layout was checked to stay inside of the buffer, and the register has room.
+                    unsafe {
+                        match bytes {
+                            1 => gather::<u8>(strides, from, to, start, n),
+                            2 => gather::<u16>(strides, from, to, start, n),
+                            4 => gather::<u32>(strides, from, to, start, n),
+                            _ => gather::<u64>(strides, from, to, start, n),
+                        }
+                    }
+                }
+                InstructionKind::Iota(strides) => strides.runs(start, n, |done, position, step, run| {
+                    let to = to.cast::<i64>();
+                    for i in 0..run {
+                        // SAFETY: the register has room for all of them.
+                        unsafe { to.add(done + i).write((position + signed(i) * step) as i64) };
+                    }
+                }),
+                InstructionKind::Random(parameter, strides) => {
+                    let Some(Parameter::Seed(seed)) = self.parameters.get(*parameter) else { continue };
+                    strides.runs(start, n, |done, position, step, run| {
+                        let to = to.cast::<f32>();
+                        for i in 0..run {
+                            let number = (position + signed(i) * step).unsigned_abs() as u64;
+                            // SAFETY: the register has room for all of them.
+                            unsafe { to.add(done + i).write(random::uniform(*seed, number)) };
+                        }
+                    });
+                }
+            }
+        }
+    }
+
+    /// Where something begins, for an instruction that works on elements from `start` on.
+    pub(super) fn address(&self, tiles: &Tiles, source: Source, start: usize) -> *mut u8 {
+        match source {
+            Source::Register(register) => tiles.register(register),
+            Source::RowRegister(register) => {
+                // SAFETY: it is inside of the thread's tiles.
+                unsafe { tiles.start.add(tiles.row_registers + register * tiles.row_bytes) }
+            }
+            Source::Memory(load) => {
+                let Load { strides, bytes, .. } = &self.program.loads[load];
+                let elements = start + strides.offset.unsigned_abs();
+                // SAFETY: the load lies as the space does, and `start` is inside of that.
+                unsafe { self.loads[load].add(elements * bytes).cast_mut() }
+            }
+            // SAFETY: the result has an element for each of the space or of its rows.
+            Source::Result(result) => unsafe { self.results[result].add(start * self.sizes[result]) },
+        }
+    }
+}
+
+impl Tiles {
+    fn register(&self, register: Register) -> *mut u8 {
+        // SAFETY: it is inside of the thread's tiles.
+        unsafe { self.start.add(self.registers[register]) }
+    }
+}
+
+/// Collects elements that do not lie as the space does.
+///
+/// # Safety
+///
+/// Every position is inside of what `from` is the beginning of, and there is room for `count` elements.
+unsafe fn gather<T: Copy>(strides: &Strides, from: *const u8, to: *mut u8, start: usize, count: usize) {
+    let (from, to) = (from.cast::<T>(), to.cast::<T>());
+    strides.runs(start, count, |done, position, step, run| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (from, to) = (from.offset(position), to.add(done));
+            match step {
+                1 => to.copy_from_nonoverlapping(from, run),
+                0 => {
+                    let value = from.read();
+                    (0..run).for_each(|i| to.add(i).write(value));
+                }
+                step => (0..run).for_each(|i| to.add(i).write(from.offset(signed(i) * step).read())),
+            }
+        }
+    });
+}

@@ -1,0 +1,199 @@
+//! Memory of the CPU device. Freed blocks are kept for the next tensor of their size: memory that is fresh from the
+//! system costs a page fault for each page, which is three times what computing the elements of a simple expression
+//! costs.
+#![expect(unsafe_code, reason = "buffers are written by many threads at once, each its own part")]
+
+use std::alloc::Layout as AllocLayout;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use half::{bf16, f16};
+use parking_lot::Mutex;
+
+use crate::dtype::{DType, Element};
+
+/// A cache line, and the widest vector.
+pub(crate) const ALIGN: usize = 64;
+
+/// Blocks of one size and the next are this part of the size apart: a fifth is wasted at most.
+const CLASSES_PER_DOUBLING: u32 = 4;
+
+/// Bytes of freed blocks that are kept.
+const KEPT_BYTES_MAX: usize = 1 << 30;
+
+static KEPT: Mutex<Kept> = Mutex::new(Kept { blocks: Vec::new(), bytes: 0 });
+
+/// Bytes that tensors have now, without what is kept.
+static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// Freed blocks by class.
+struct Kept {
+    blocks: Vec<Vec<Block>>,
+    bytes: usize,
+}
+
+struct Block(NonNull<u8>);
+
+// SAFETY: a block that nobody uses is memory and an address.
+unsafe impl Send for Block {}
+
+/// Bytes that tensors hold at this moment.
+pub fn used_bytes() -> usize {
+    USED_BYTES.load(Ordering::Relaxed)
+}
+
+/// The class of a size, and the bytes of its blocks.
+fn class(bytes: usize) -> Option<(usize, usize)> {
+    let bytes = bytes.max(ALIGN);
+    let doublings = (bytes - 1).ilog2();
+    let step = (1_usize << doublings).checked_shr(CLASSES_PER_DOUBLING.ilog2()).filter(|step| *step > 0)?;
+    let rounded = bytes.checked_next_multiple_of(step.max(ALIGN))?;
+    if rounded > isize::MAX.unsigned_abs() - ALIGN {
+        return None;
+    }
+    let within = (rounded - 1) >> (doublings - CLASSES_PER_DOUBLING.ilog2()) & (CLASSES_PER_DOUBLING as usize - 1);
+    Some(((doublings * CLASSES_PER_DOUBLING) as usize + within, rounded))
+}
+
+/// Elements of a tensor, or of a part of a plan. What is in it was written by whoever allocated it.
+pub(crate) struct CpuBuffer {
+    start: NonNull<u8>,
+    bytes: usize,
+    owner: Owner,
+}
+
+enum Owner {
+    /// A block of that class and size.
+    Cache { class: usize, block_bytes: usize },
+    /// Somebody's memory, which lives as long as this.
+    Other(#[expect(dead_code, reason = "held for its end")] Box<dyn Send + Sync>),
+}
+
+// SAFETY: a buffer is written by its maker, who waits for the threads that help, and only read once others have it.
+unsafe impl Send for CpuBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for CpuBuffer {}
+
+impl CpuBuffer {
+    /// Memory with anything in it. None if there is none.
+    pub(crate) fn uninitialized(bytes: usize) -> Option<CpuBuffer> {
+        let (class, block_bytes) = class(bytes)?;
+        let kept = {
+            let mut kept = KEPT.lock();
+            let block = kept.blocks.get_mut(class).and_then(Vec::pop);
+            if block.is_some() {
+                kept.bytes -= block_bytes;
+            }
+            block
+        };
+        let start = match kept {
+            Some(Block(start)) => start,
+            None => {
+                let layout = AllocLayout::from_size_align(block_bytes, ALIGN).ok()?;
+                // SAFETY: the layout has a size.
+                NonNull::new(unsafe { std::alloc::alloc(layout) })?
+            }
+        };
+        USED_BYTES.fetch_add(block_bytes, Ordering::Relaxed);
+        Some(CpuBuffer { start, bytes, owner: Owner::Cache { class, block_bytes } })
+    }
+
+    /// Takes over a vector without a copy.
+    pub(crate) fn of_vec<T: Element>(elements: Vec<T>) -> CpuBuffer {
+        let bytes = size_of_val(elements.as_slice());
+        let elements = elements.into_boxed_slice();
+        let start = NonNull::new(elements.as_ptr().cast_mut().cast()).unwrap_or(NonNull::<u64>::dangling().cast());
+        CpuBuffer { start, bytes, owner: Owner::Other(Box::new(elements)) }
+    }
+
+    pub(crate) fn of_slice<T: Element>(elements: &[T]) -> Option<CpuBuffer> {
+        let buffer = CpuBuffer::uninitialized(size_of_val(elements))?;
+        // SAFETY: it has as many bytes, and nobody else knows it yet.
+        unsafe { buffer.start.cast::<T>().as_ptr().copy_from_nonoverlapping(elements.as_ptr(), elements.len()) };
+        Some(buffer)
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Its elements. It was written with elements of that type, which is the caller's to know.
+    pub(crate) fn elements<T: Element>(&self) -> &[T] {
+        debug_assert!(self.start.as_ptr().cast::<T>().is_aligned());
+        // SAFETY: aligned to more than any element is, or made from elements of its own type; as long as it says; and
+        // whoever made it has written it.
+        unsafe { std::slice::from_raw_parts(self.start.cast::<T>().as_ptr(), self.bytes / size_of::<T>()) }
+    }
+
+    /// The element at a position, whatever its type, as the widest float and integer.
+    pub(crate) fn at(&self, dtype: DType, position: usize) -> (f64, i64) {
+        let float = |value: f64| (value, 0);
+        let int = |value: i64| (value as f64, value);
+        match dtype {
+            DType::Bool | DType::U8 => int(i64::from(self.elements::<u8>()[position])),
+            DType::I32 => int(i64::from(self.elements::<i32>()[position])),
+            DType::I64 => int(self.elements::<i64>()[position]),
+            DType::F16 => float(self.elements::<f16>()[position].to_f64()),
+            DType::BF16 => float(self.elements::<bf16>()[position].to_f64()),
+            DType::F32 => float(f64::from(self.elements::<f32>()[position])),
+            DType::F64 => float(self.elements::<f64>()[position]),
+        }
+    }
+}
+
+impl Drop for CpuBuffer {
+    fn drop(&mut self) {
+        let Owner::Cache { class, block_bytes } = self.owner else { return };
+        USED_BYTES.fetch_sub(block_bytes, Ordering::Relaxed);
+        let mut kept = KEPT.lock();
+        if kept.bytes + block_bytes <= KEPT_BYTES_MAX {
+            kept.bytes += block_bytes;
+            if kept.blocks.len() <= class {
+                kept.blocks.resize_with(class + 1, Vec::new);
+            }
+            kept.blocks[class].push(Block(self.start));
+            return;
+        }
+        drop(kept);
+        if let Ok(layout) = AllocLayout::from_size_align(block_bytes, ALIGN) {
+            // SAFETY: it was allocated with this layout, and this was its only owner.
+            unsafe { std::alloc::dealloc(self.start.as_ptr(), layout) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_of_a_class_fit_its_blocks() {
+        let mut sizes: Vec<usize> =
+            (0..5000).chain((12..40).flat_map(|n| [(1 << n) - 1, 1 << n, (1 << n) + 1])).collect();
+        sizes.sort_unstable();
+        let mut blocks = std::collections::HashMap::new();
+        let mut last = 0;
+        for bytes in sizes {
+            let (class, block_bytes) = class(bytes).unwrap();
+            assert!(block_bytes >= bytes && block_bytes <= (bytes + bytes / 4).max(bytes + ALIGN), "{bytes}");
+            assert_eq!(*blocks.entry(class).or_insert(block_bytes), block_bytes, "{bytes}");
+            assert!(class >= last);
+            last = class;
+        }
+        assert_eq!(class(usize::MAX), None);
+        assert!(CpuBuffer::uninitialized(1 << 60).is_none());
+    }
+
+    #[test]
+    fn a_freed_block_is_used_again() {
+        let bytes = 1_234_567;
+        let first = CpuBuffer::uninitialized(bytes).unwrap();
+        let start = first.as_ptr() as usize;
+        drop(first);
+        assert_eq!(CpuBuffer::uninitialized(bytes - 1).unwrap().as_ptr() as usize, start);
+    }
+}

@@ -1,0 +1,343 @@
+//! Operations that are kernels by themselves.
+#![expect(unsafe_code, reason = "results are written where they belong, by several threads")]
+
+use half::{bf16, f16};
+
+use super::execute::Buffers;
+use super::memory::CpuBuffer;
+use super::threads::parallel;
+use crate::dtype::{DType, Element};
+use crate::error::ErrorKind;
+use crate::graph::op::Op;
+use crate::schedule::plan::SpecialKernel;
+use crate::shape::{Layout, Shape};
+
+/// Elements that are worth a thread.
+const CHUNK: usize = 16 << 10;
+
+/// Calls a function with the type of elements.
+macro_rules! with_type {
+    ($dtype:expr, $f:ident $args:tt) => {
+        match $dtype {
+            DType::Bool | DType::U8 => $f::<u8> $args,
+            DType::I32 => $f::<i32> $args,
+            DType::I64 => $f::<i64> $args,
+            DType::F16 => $f::<f16> $args,
+            DType::BF16 => $f::<bf16> $args,
+            DType::F32 => $f::<f32> $args,
+            DType::F64 => $f::<f64> $args,
+        }
+    };
+}
+
+pub(super) fn run(kernel: &SpecialKernel, buffers: &Buffers<'_>, made: &CpuBuffer) -> Result<(), ErrorKind> {
+    let mut inputs = Vec::with_capacity(kernel.inputs.len());
+    for view in &kernel.inputs {
+        inputs.push(Input { buffer: buffers.view(view)?, layout: view.layout });
+    }
+    let dtype = kernel.inputs.first().map_or(kernel.dtype, |view| view.dtype);
+    let run = Special { inputs, shape: kernel.shape, to: Output(made.as_ptr()) };
+    match &kernel.op {
+        Op::Matmul => with_type!(dtype, matmul(&run)),
+        Op::ArgReduce { axis, largest } => with_type!(dtype, arg_reduce(&run, *axis, *largest)),
+        Op::Cumsum { axis, is_reverse } => with_type!(dtype, cumsum(&run, *axis, *is_reverse)),
+        Op::ArgSort { axis, is_descending } => with_type!(dtype, arg_sort(&run, *axis, *is_descending)),
+        Op::Gather { axis } => return with_type!(dtype, gather(&run, *axis)),
+        Op::ScatterAdd { axis, size } => return with_type!(dtype, scatter_add(&run, *axis, *size)),
+        Op::Place(corners) => with_type!(dtype, place(&run, corners)),
+        Op::Fold { axis, step, dilation, .. } => with_type!(dtype, fold(&run, *axis, *step, *dilation)),
+        op => return Err(ErrorKind::Bug { why: format!("{} is no kernel", op.name()) }),
+    }
+    Ok(())
+}
+
+struct Special<'r> {
+    inputs: Vec<Input<'r>>,
+    shape: Shape,
+    to: Output,
+}
+
+struct Input<'r> {
+    buffer: &'r CpuBuffer,
+    layout: Layout,
+}
+
+/// The result, of which each thread writes elements of its own.
+#[derive(Clone, Copy)]
+struct Output(*mut u8);
+
+// SAFETY: as it says.
+unsafe impl Send for Output {}
+// SAFETY: as it says.
+unsafe impl Sync for Output {}
+
+impl Output {
+    fn write<T: Element>(self, at: usize, value: T) {
+        // SAFETY: callers stay below the number of elements of the result's shape, which it has room for.
+        unsafe { self.0.cast::<T>().add(at).write(value) };
+    }
+
+    fn read<T: Element>(self, at: usize) -> T {
+        // SAFETY: as above, and it was written before.
+        unsafe { self.0.cast::<T>().add(at).read() }
+    }
+}
+
+/// Elements that can be computed with here: in double precision, or as the widest integer.
+trait Number: Element + PartialOrd {
+    fn zero() -> Self;
+    fn plus(self, other: Self) -> Self;
+    fn times_into(self, other: Self, sum: &mut f64, whole: &mut i64);
+    fn of(sum: f64, whole: i64) -> Self;
+    fn is_nan(self) -> bool;
+}
+
+macro_rules! numbers {
+    (floats: $($float:ident)*; halves: $($half:ident)*; integers: $($int:ident)*) => {
+        $(impl Number for $float {
+            fn zero() -> $float { 0.0 }
+            fn plus(self, other: $float) -> $float { self + other }
+            #[inline]
+            fn times_into(self, other: $float, sum: &mut f64, _: &mut i64) { *sum += f64::from(self) * f64::from(other); }
+            #[allow(clippy::cast_possible_truncation, reason = "the result is rounded once; for f64 nothing is")]
+            fn of(sum: f64, _: i64) -> $float { sum as $float }
+            fn is_nan(self) -> bool { $float::is_nan(self) }
+        })*
+        $(impl Number for $half {
+            fn zero() -> $half { $half::ZERO }
+            fn plus(self, other: $half) -> $half { $half::from_f32(self.to_f32() + other.to_f32()) }
+            #[inline]
+            fn times_into(self, other: $half, sum: &mut f64, _: &mut i64) { *sum += self.to_f64() * other.to_f64(); }
+            fn of(sum: f64, _: i64) -> $half { $half::from_f64(sum) }
+            fn is_nan(self) -> bool { $half::is_nan(self) }
+        })*
+        $(impl Number for $int {
+            fn zero() -> $int { 0 }
+            fn plus(self, other: $int) -> $int { self.wrapping_add(other) }
+            #[inline]
+            fn times_into(self, other: $int, _: &mut f64, whole: &mut i64) {
+                *whole = whole.wrapping_add(i64::from(self).wrapping_mul(i64::from(other)));
+            }
+            #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "integers wrap; i64 does not need to")]
+            fn of(_: f64, whole: i64) -> $int { whole as $int }
+            fn is_nan(self) -> bool { false }
+        })*
+    };
+}
+
+numbers! { floats: f32 f64; halves: f16 bf16; integers: u8 i32 i64 }
+
+impl Input<'_> {
+    fn elements<T: Element>(&self) -> &[T] {
+        self.buffer.elements::<T>()
+    }
+}
+
+/// The position of the element with a number, counted in row-major order.
+fn position(layout: &Layout, shape: &Shape, mut number: usize) -> usize {
+    let mut position = layout.offset;
+    for axis in (0..shape.rank()).rev() {
+        position += signed(number % shape[axis]) * layout.strides()[axis];
+        number /= shape[axis];
+    }
+    position.unsigned_abs()
+}
+
+fn signed(size: usize) -> isize {
+    isize::try_from(size).unwrap_or(isize::MAX)
+}
+
+/// A number of an element as an element.
+fn index_of(number: usize) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+/// Lines along an axis: calls with the number of each line's first element in the result, and its position in the
+/// input.
+fn each_line(shape: &Shape, axis: usize, layout: &Layout, work: &(dyn Fn(usize, usize) + Sync)) {
+    let inner: usize = shape[axis + 1..].iter().product();
+    let lines: usize = shape[..axis].iter().product::<usize>() * inner;
+    let chunk = (CHUNK / shape[axis].max(1)).max(1);
+    let line_shape = shape.with(axis, 1);
+    parallel(lines.div_ceil(chunk), &|n| {
+        for line in n * chunk..((n + 1) * chunk).min(lines) {
+            let first = line / inner * inner * shape[axis] + line % inner;
+            work(first, position(layout, &line_shape, line));
+        }
+    });
+}
+
+fn matmul<T: Number>(run: &Special<'_>) {
+    let [a, b] = &run.inputs[..] else { return };
+    let rank = run.shape.rank();
+    let (m, n, k) = (run.shape[rank - 2], run.shape[rank - 1], a.layout.shape[rank - 1]);
+    let batches: usize = run.shape[..rank - 2].iter().product();
+    let (left, right) = (a.elements::<T>(), b.elements::<T>());
+    let of = |layout: &Layout| (layout.strides()[rank - 2], layout.strides()[rank - 1]);
+    let ((a_row, a_column), (b_row, b_column)) = (of(&a.layout), of(&b.layout));
+    let heads = |layout: &Layout| layout.shape.with(rank - 2, 1).with(rank - 1, 1);
+    let (a_heads, b_heads) = (heads(&a.layout), heads(&b.layout));
+    let rows = (CHUNK / (n * k).max(1)).max(1);
+    let chunks = m.div_ceil(rows);
+    parallel(batches * chunks, &|item| {
+        let (batch, first) = (item / chunks, item % chunks * rows);
+        let a_start = signed(position(&a.layout, &a_heads, batch));
+        let b_start = signed(position(&b.layout, &b_heads, batch));
+        for row in first..(first + rows).min(m) {
+            for column in 0..n {
+                let (mut sum, mut whole) = (0.0, 0);
+                for step in 0..k {
+                    let x = left[(a_start + signed(row) * a_row + signed(step) * a_column).unsigned_abs()];
+                    let y = right[(b_start + signed(step) * b_row + signed(column) * b_column).unsigned_abs()];
+                    x.times_into(y, &mut sum, &mut whole);
+                }
+                run.to.write((batch * m + row) * n + column, T::of(sum, whole));
+            }
+        }
+    });
+}
+
+fn arg_reduce<T: Number>(run: &Special<'_>, axis: usize, largest: bool) {
+    let input = &run.inputs[0];
+    let (elements, size, stride) = (input.elements::<T>(), input.layout.shape[axis], input.layout.strides()[axis]);
+    each_line(&run.shape, axis, &input.layout, &|first, start| {
+        let at = |n: usize| elements[(signed(start) + signed(n) * stride).unsigned_abs()];
+        let mut best = 0;
+        for n in 1..size {
+            let (new, old) = (at(n), at(best));
+            // The first NaN wins, as it does where extremes are asked for.
+            let is_better = !old.is_nan() && (new.is_nan() || if largest { new > old } else { new < old });
+            if is_better {
+                best = n;
+            }
+        }
+        run.to.write(first, index_of(best));
+    });
+}
+
+fn cumsum<T: Number>(run: &Special<'_>, axis: usize, is_reverse: bool) {
+    let input = &run.inputs[0];
+    let (elements, size, stride) = (input.elements::<T>(), run.shape[axis], input.layout.strides()[axis]);
+    let step: usize = run.shape[axis + 1..].iter().product();
+    each_line(&run.shape, axis, &input.layout, &|first, start| {
+        let (mut sum, mut whole) = (0.0, 0);
+        let one = T::of(1.0, 1);
+        for n in 0..size {
+            let n = if is_reverse { size - 1 - n } else { n };
+            elements[(signed(start) + signed(n) * stride).unsigned_abs()].times_into(one, &mut sum, &mut whole);
+            run.to.write(first + n * step, T::of(sum, whole));
+        }
+    });
+}
+
+fn arg_sort<T: Number>(run: &Special<'_>, axis: usize, is_descending: bool) {
+    let input = &run.inputs[0];
+    let (elements, size, stride) = (input.elements::<T>(), run.shape[axis], input.layout.strides()[axis]);
+    let step: usize = run.shape[axis + 1..].iter().product();
+    each_line(&run.shape, axis, &input.layout, &|first, start| {
+        let at = |n: &usize| elements[(signed(start) + signed(*n) * stride).unsigned_abs()];
+        let mut order: Vec<usize> = (0..size).collect();
+        // NaN is larger than everything.
+        let compare = |a: T, b: T| a.partial_cmp(&b).unwrap_or_else(|| a.is_nan().cmp(&b.is_nan()));
+        order.sort_by(|a, b| if is_descending { compare(at(b), at(a)) } else { compare(at(a), at(b)) });
+        order.iter().enumerate().for_each(|(n, index)| run.to.write(first + n * step, index_of(*index)));
+    });
+}
+
+/// An index as it may be given, from the end too.
+fn checked(index: i64, axis: usize, size: usize) -> Result<usize, ErrorKind> {
+    let count = i64::try_from(size).unwrap_or(i64::MAX);
+    let from_start = if index < 0 { index + count } else { index };
+    match usize::try_from(from_start) {
+        Ok(at) if at < size => Ok(at),
+        _ => Err(ErrorKind::OutOfRange { index, axis, size }),
+    }
+}
+
+fn gather<T: Number>(run: &Special<'_>, axis: usize) -> Result<(), ErrorKind> {
+    let [input, indices] = &run.inputs[..] else { return Ok(()) };
+    let (elements, numbers) = (input.elements::<T>(), indices.elements::<i64>());
+    let (size, stride) = (input.layout.shape[axis], input.layout.strides()[axis]);
+    let count = run.shape.numel();
+    // The same axes as the result but for the one that is chosen from, where every line begins at its start.
+    let lines = input.layout.slice(axis, 0, 0, run.shape[axis]);
+    let failed = parking_lot::Mutex::new(None);
+    parallel(count.div_ceil(CHUNK), &|n| {
+        for at in n * CHUNK..((n + 1) * CHUNK).min(count) {
+            match checked(numbers[position(&indices.layout, &run.shape, at)], axis, size) {
+                Ok(index) => {
+                    let start = signed(position(&lines, &run.shape, at));
+                    run.to.write(at, elements[(start + signed(index) * stride).unsigned_abs()]);
+                }
+                Err(error) => *failed.lock() = Some(error),
+            }
+        }
+    });
+    failed.into_inner().map_or(Ok(()), Err)
+}
+
+fn scatter_add<T: Number>(run: &Special<'_>, axis: usize, size: usize) -> Result<(), ErrorKind> {
+    let [input, indices] = &run.inputs[..] else { return Ok(()) };
+    let (elements, numbers) = (input.elements::<T>(), indices.elements::<i64>());
+    (0..run.shape.numel()).for_each(|at| run.to.write(at, T::zero()));
+    let shape = input.layout.shape;
+    let strides = run.shape.strides();
+    for at in 0..shape.numel() {
+        let index = checked(numbers[position(&indices.layout, &shape, at)], axis, size)?;
+        let mut rest = at;
+        let mut to = 0;
+        for other in (0..shape.rank()).rev() {
+            let along = if other == axis { index } else { rest % shape[other] };
+            to += along * strides[other].unsigned_abs();
+            rest /= shape[other];
+        }
+        let sum = run.to.read::<T>(to).plus(elements[position(&input.layout, &shape, at)]);
+        run.to.write(to, sum);
+    }
+    Ok(())
+}
+
+fn place<T: Number>(run: &Special<'_>, corners: &[[usize; crate::shape::RANK_MAX]]) {
+    let covered: usize = run.inputs.iter().map(|input| input.layout.shape.numel()).sum();
+    if covered != run.shape.numel() {
+        (0..run.shape.numel()).for_each(|at| run.to.write(at, T::zero()));
+    }
+    let strides = run.shape.strides();
+    for (input, corner) in run.inputs.iter().zip(corners) {
+        let (elements, shape) = (input.elements::<T>(), input.layout.shape);
+        let start: usize =
+            corner.iter().zip(strides).take(shape.rank()).map(|(at, stride)| at * stride.unsigned_abs()).sum();
+        for at in 0..shape.numel() {
+            let (mut rest, mut to) = (at, start);
+            for axis in (0..shape.rank()).rev() {
+                to += rest % shape[axis] * strides[axis].unsigned_abs();
+                rest /= shape[axis];
+            }
+            run.to.write(to, elements[position(&input.layout, &shape, at)]);
+        }
+    }
+}
+
+fn fold<T: Number>(run: &Special<'_>, axis: usize, step: usize, dilation: usize) {
+    let input = &run.inputs[0];
+    let (elements, shape) = (input.elements::<T>(), input.layout.shape);
+    (0..run.shape.numel()).for_each(|at| run.to.write(at, T::zero()));
+    let strides = run.shape.strides();
+    let window_axis = shape.rank() - 1;
+    for at in 0..shape.numel() {
+        let (mut rest, mut to) = (at, 0);
+        for other in (0..shape.rank()).rev() {
+            let along = rest % shape[other];
+            rest /= shape[other];
+            if other == window_axis {
+                to += along * dilation * strides[axis].unsigned_abs();
+            } else if other == axis {
+                to += along * step * strides[axis].unsigned_abs();
+            } else {
+                to += along * strides[other].unsigned_abs();
+            }
+        }
+        let sum = run.to.read::<T>(to).plus(elements[position(&input.layout, &shape, at)]);
+        run.to.write(to, sum);
+    }
+}

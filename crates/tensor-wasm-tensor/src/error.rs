@@ -1,0 +1,73 @@
+//! What can go wrong, with what it was about. Building an expression never fails: an operation that makes no sense
+//! makes a tensor that holds the error, and whoever reads a value that depends on it gets it, with the operation and
+//! the line that asked for it.
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use crate::dtype::DType;
+use crate::shape::RANK_MAX;
+
+pub type Result<T> = std::result::Result<T, TensorError>;
+
+/// An error, the operation that made it, and where that was called.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{operation}: {what} ({}:{}:{})", at.file(), at.line(), at.column())]
+pub struct TensorError {
+    pub operation: &'static str,
+    pub what: Arc<ErrorKind>,
+    pub at: &'static Location<'static>,
+}
+
+impl TensorError {
+    pub(crate) fn new(operation: &'static str, what: ErrorKind, at: &'static Location<'static>) -> TensorError {
+        TensorError { operation, what: Arc::new(what), at }
+    }
+}
+
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub enum ErrorKind {
+    #[error("shapes {left:?} and {right:?} do not broadcast")]
+    NoBroadcast { left: Vec<usize>, right: Vec<usize> },
+    #[error("axis {axis} of a tensor of shape {shape:?}: there are axes {}", axes(shape))]
+    NoSuchAxis { axis: isize, shape: Vec<usize> },
+    #[error("axis {axis} is named twice")]
+    AxisTwice { axis: isize },
+    #[error("operands are {left} and {right}; make them the same with .cast()")]
+    MixedDTypes { left: DType, right: DType },
+    #[error("not for elements of type {found}; it takes {takes}")]
+    WrongDType { found: DType, takes: &'static str },
+    #[error("{} elements of shape {from:?} cannot have shape {to:?}", from.iter().product::<usize>())]
+    Reshape { from: Vec<usize>, to: Vec<isize> },
+    #[error("shape {shape:?}: a tensor has at most {RANK_MAX} axes and {} bytes", isize::MAX)]
+    TooLarge { shape: Vec<usize> },
+    #[error("shape {found:?}, and {expected} is needed")]
+    WrongShape { found: Vec<usize>, expected: String },
+    #[error("{why}")]
+    BadArgument { why: String },
+    #[error("index {index} of axis {axis}, which has {size}")]
+    OutOfRange { index: i64, axis: usize, size: usize },
+    #[error("no {bytes} bytes of memory are to be had")]
+    OutOfMemory { bytes: usize },
+    #[error("the tensor of shape {shape:?} is not a single number")]
+    NotScalar { shape: Vec<usize> },
+    #[error("the graph was freed by an earlier backward(); use grad() to go through it more than once")]
+    GraphFreed,
+    #[error("nothing it depends on asks for gradients")]
+    NoGradient,
+    #[error("an integer is divided by zero")]
+    DivisionByZero,
+    #[error("elements are {found}, and {asked} was asked for")]
+    ElementType { found: DType, asked: DType },
+    #[error("no device {name:?}: {why}")]
+    NoDevice { name: String, why: String },
+    #[error("this is a bug in this library: {why}")]
+    Bug { why: String },
+}
+
+fn axes(shape: &[usize]) -> String {
+    match shape.len() {
+        0 => "none".to_owned(),
+        rank => format!("0 to {}, and from the end -1 to -{rank}", rank - 1),
+    }
+}

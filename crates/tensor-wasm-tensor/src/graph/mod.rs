@@ -1,0 +1,116 @@
+//! The graph behind tensors: nodes that know how they are computed until they are, and then what they are.
+
+pub(crate) mod op;
+
+use std::panic::Location;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use self::op::Op;
+use crate::cpu::memory::CpuBuffer;
+use crate::dtype::DType;
+use crate::shape::{Layout, Shape};
+
+/// Nodes are numbered as they are made, so inputs have smaller numbers than what is made of them: sorting by number is
+/// sorting topologically.
+static NODES: AtomicU64 = AtomicU64::new(0);
+
+pub(crate) struct Node {
+    pub id: u64,
+    pub shape: Shape,
+    pub dtype: DType,
+    /// Whether gradients flow through it.
+    pub requires_grad: bool,
+    /// Where the user asked for it.
+    pub at: &'static Location<'static>,
+    pub state: Mutex<NodeState>,
+}
+
+#[derive(Default)]
+pub(crate) struct NodeState {
+    /// How it is computed. Gone once it is, unless gradients flow through it.
+    pub recipe: Option<Recipe>,
+    pub value: Option<Value>,
+}
+
+#[derive(Clone)]
+pub(crate) struct Recipe {
+    pub op: Op,
+    pub inputs: Inputs,
+}
+
+pub(crate) type Inputs = Vec<Arc<Node>>;
+
+/// Elements in a buffer.
+#[derive(Clone)]
+pub(crate) struct Value {
+    pub storage: Arc<Storage>,
+    pub layout: Layout,
+}
+
+/// Memory of a device. One variant for each kind of device.
+pub(crate) enum Storage {
+    Cpu(CpuBuffer),
+}
+
+impl Node {
+    pub(crate) fn new(
+        op: Op,
+        inputs: Inputs,
+        shape: Shape,
+        dtype: DType,
+        requires_grad: bool,
+        at: &'static Location<'static>,
+    ) -> Arc<Node> {
+        let state = NodeState { recipe: Some(Recipe { op, inputs }), value: None };
+        Node::with(state, shape, dtype, requires_grad, at)
+    }
+
+    pub(crate) fn of_value(
+        value: Value,
+        dtype: DType,
+        requires_grad: bool,
+        at: &'static Location<'static>,
+    ) -> Arc<Node> {
+        let shape = value.layout.shape;
+        Node::with(NodeState { recipe: None, value: Some(value) }, shape, dtype, requires_grad, at)
+    }
+
+    fn with(
+        state: NodeState,
+        shape: Shape,
+        dtype: DType,
+        requires_grad: bool,
+        at: &'static Location<'static>,
+    ) -> Arc<Node> {
+        let id = NODES.fetch_add(1, Ordering::Relaxed);
+        Arc::new(Node { id, shape, dtype, requires_grad, at, state: Mutex::new(state) })
+    }
+
+    /// Takes in what it was computed to be, and lets go of what only its computing needed.
+    pub(crate) fn realize(&self, value: Value) {
+        let mut state = self.state.lock();
+        state.value = Some(value);
+        let gone = if self.requires_grad { None } else { state.recipe.take() };
+        drop(state);
+        // Outside the lock: dropping it may drop a whole graph.
+        drop(gone);
+    }
+}
+
+impl Drop for Node {
+    /// A chain of a million operations must not take a million stack frames to drop.
+    fn drop(&mut self) {
+        let Some(recipe) = self.state.get_mut().recipe.take() else { return };
+        let mut left = recipe.inputs;
+        while let Some(node) = left.pop() {
+            if let Some(mut last) = Arc::into_inner(node)
+                && let Some(recipe) = last.state.get_mut().recipe.take()
+            {
+                left.extend(recipe.inputs);
+            }
+        }
+    }
+}

@@ -1,0 +1,35 @@
+//! Tensors: lazy, fused, differentiable. An operation makes a node of a graph; reading a value computes what it needs
+//! in as few passes over memory as possible.
+//!
+//! ```
+//! use tensor_wasm_tensor::{DType, Tensor};
+//!
+//! let x = Tensor::arange(0, 6, 1, DType::F32).reshape(&[2, 3]);
+//! let y = (&x * 2.0 + 1.0).softmax(-1);
+//! assert_eq!(y.shape()[..], [2, 3]);
+//! assert!((y.sum(()).item::<f32>()? - 2.0).abs() < 1e-6);
+//! # Ok::<(), tensor_wasm_tensor::TensorError>(())
+//! ```
+//!
+//! Building an expression cannot fail: an operation that makes no sense makes a tensor that holds the error, and
+//! reading anything that depends on it says what was wrong, with which shapes, and in which line.
+
+mod autograd;
+mod cpu;
+mod dtype;
+mod error;
+mod graph;
+mod random;
+#[cfg(test)]
+mod reference;
+mod schedule;
+mod shape;
+mod tensor;
+
+pub use autograd::{grad, no_grad};
+pub use cpu::{set_threads, threads, used_bytes};
+pub use dtype::{DType, Element, Scalar};
+pub use error::{ErrorKind, Result, TensorError};
+pub use schedule::Mode;
+pub use shape::{RANK_MAX, Shape};
+pub use tensor::{Axes, Operand, Tensor};

@@ -1,0 +1,593 @@
+//! Which operations are computed together. Nodes are taken in the order they were made; each joins the kernel of one of
+//! its inputs where that is possible, or begins one.
+
+use std::collections::HashMap;
+
+use super::Mode;
+use super::plan::{BufferView, Level, MapKernel, MapValue, Plan, Slot, Source, SpecialKernel, Step, ValueKind, rows};
+use super::snapshot::Snapshot;
+use crate::graph::op::{BinaryOp, Op};
+use crate::shape::{AxisSet, Layout, Shape};
+
+/// Elements of a row that is computed at once, so that what is reduced from it can be used on it: some such rows fit
+/// into the second-level cache.
+const ROW_MAX: usize = 16_384;
+
+/// Operations of one kernel: beyond this, what it keeps does not fit into the first-level cache.
+const MEMBERS_MAX: usize = 64;
+
+pub(super) struct Grouping<'s> {
+    snapshot: &'s Snapshot,
+    mode: Mode,
+    places: Vec<Place>,
+    groups: Vec<Group>,
+    /// Slots by the nodes that are stored in them.
+    slots: HashMap<usize, usize>,
+    stored: Vec<usize>,
+}
+
+/// Where a node is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// It is there.
+    Leaf,
+    /// Wherever it is used.
+    Everywhere,
+    /// Nowhere: it is a layout.
+    View,
+    In(usize, Level),
+}
+
+struct Group {
+    kind: GroupKind,
+    /// Groups that come before it, as a set of bits.
+    before: Vec<u64>,
+    /// It is a part of that group now.
+    merged: Option<usize>,
+}
+
+enum GroupKind {
+    Map { space: Shape, reduced: AxisSet, members: Vec<usize> },
+    Special(usize),
+}
+
+/// A node seen through views: what it is, and the views in the order they are applied.
+struct Path {
+    base: usize,
+    views: Vec<usize>,
+}
+
+fn is_in(set: &[u64], group: usize) -> bool {
+    set.get(group / 64).is_some_and(|word| word >> (group % 64) & 1 == 1)
+}
+
+fn insert(set: &mut Vec<u64>, group: usize) {
+    if set.len() <= group / 64 {
+        set.resize(group / 64 + 1, 0);
+    }
+    set[group / 64] |= 1 << (group % 64);
+}
+
+fn unite(set: &mut Vec<u64>, other: &[u64]) {
+    if set.len() < other.len() {
+        set.resize(other.len(), 0);
+    }
+    set.iter_mut().zip(other).for_each(|(own, other)| *own |= other);
+}
+
+/// Whether rows are contiguous parts of the space, and small enough to be computed at once.
+fn has_short_rows(space: Shape, reduced: AxisSet) -> bool {
+    let first = (0..space.rank()).find(|axis| reduced.contains(*axis)).unwrap_or(space.rank());
+    let is_trailing = (first..space.rank()).all(|axis| reduced.contains(axis) || space[axis] == 1);
+    is_trailing && space[first..].iter().product::<usize>() <= ROW_MAX
+}
+
+impl<'s> Grouping<'s> {
+    pub(super) fn of(snapshot: &'s Snapshot, mode: Mode) -> Grouping<'s> {
+        let count = snapshot.nodes.len();
+        let mut grouping = Grouping {
+            snapshot,
+            mode,
+            places: Vec::with_capacity(count),
+            groups: Vec::new(),
+            slots: HashMap::new(),
+            stored: Vec::new(),
+        };
+        for node in 0..count {
+            let place = grouping.place(node);
+            grouping.places.push(place);
+        }
+        for output in &snapshot.outputs {
+            grouping.make_readable(*output);
+        }
+        grouping
+    }
+
+    fn shape(&self, node: usize) -> Shape {
+        self.snapshot.nodes[node].node.shape
+    }
+
+    fn place(&mut self, node: usize) -> Place {
+        let inputs = &self.snapshot.nodes[node].inputs;
+        match &self.snapshot.nodes[node].op {
+            Op::Data => Place::Leaf,
+            op if op.is_generated() => Place::Everywhere,
+            Op::Move(_) => {
+                // Strides cannot say every reshape: then the elements are copied.
+                if self.layout(&self.path_over(node, inputs[0])).is_some() {
+                    return Place::View;
+                }
+                let group = self.begin(self.shape(inputs[0]), AxisSet::default());
+                self.join(node, group, Level::Full)
+            }
+            Op::Reduce(_, axes) => {
+                let (input, axes) = (inputs[0], *axes);
+                if self.mode == Mode::Fused
+                    && let Some(group) = self.group_to_reduce(input, axes)
+                {
+                    return self.join(node, group, Level::Row);
+                }
+                let group = self.begin(self.shape(input), axes);
+                self.join(node, group, Level::Row)
+            }
+            op if op.is_elementwise() => {
+                if self.mode == Mode::Fused
+                    && let Some((group, level)) = self.group_to_join(node)
+                {
+                    return self.join(node, group, level);
+                }
+                let group = self.begin(self.shape(node), AxisSet::default());
+                self.join(node, group, Level::Full)
+            }
+            _ => {
+                self.groups.push(Group { kind: GroupKind::Special(node), before: Vec::new(), merged: None });
+                let group = self.groups.len() - 1;
+                for input in inputs.clone() {
+                    let base = self.make_readable(input);
+                    self.depend(group, base);
+                }
+                Place::In(group, Level::Full)
+            }
+        }
+    }
+
+    fn begin(&mut self, space: Shape, reduced: AxisSet) -> usize {
+        let kind = GroupKind::Map { space, reduced, members: Vec::new() };
+        self.groups.push(Group { kind, before: Vec::new(), merged: None });
+        self.groups.len() - 1
+    }
+
+    /// The group that one has become a part of.
+    fn group(&self, mut group: usize) -> usize {
+        while let Some(other) = self.groups[group].merged {
+            group = other;
+        }
+        group
+    }
+
+    fn group_of(&self, node: usize) -> Option<(usize, Level)> {
+        match self.places.get(node)? {
+            Place::In(group, level) => Some((self.group(*group), *level)),
+            _ => None,
+        }
+    }
+
+    fn path(&self, node: usize) -> Path {
+        let mut views = Vec::new();
+        let mut base = node;
+        while self.places[base] == Place::View {
+            views.push(base);
+            base = self.snapshot.nodes[base].inputs[0];
+        }
+        views.reverse();
+        Path { base, views }
+    }
+
+    /// The path of a view that has no place yet.
+    fn path_over(&self, view: usize, input: usize) -> Path {
+        let mut path = self.path(input);
+        path.views.push(view);
+        path
+    }
+
+    /// The layout under which a path reads its base.
+    fn layout(&self, path: &Path) -> Option<Layout> {
+        let base = &self.snapshot.nodes[path.base];
+        let mut layout = match self.places[path.base] {
+            Place::Leaf => self.snapshot.leaves[base.number].layout,
+            _ => Layout::contiguous(base.node.shape),
+        };
+        for view in &path.views {
+            let Op::Move(movement) = &self.snapshot.nodes[*view].op else { return None };
+            layout = movement.apply(&layout, self.shape(*view))?;
+        }
+        Some(layout)
+    }
+
+    /// What a member of a group has to read, under which layout. None if the group's indices cannot say it.
+    fn read(&self, node: usize, target: Shape) -> Option<(usize, Layout)> {
+        let path = self.path(node);
+        let is_fill = matches!(self.snapshot.nodes[path.base].op, Op::Fill(_));
+        if is_fill && self.places[path.base] == Place::Everywhere {
+            return Some((path.base, Layout::contiguous(target)));
+        }
+        Some((path.base, self.layout(&path)?.reshape(target)?))
+    }
+
+    /// Whether a node can be computed in a group at a level, and on which other groups that depends.
+    fn can_take(&self, group: usize, node: usize, level: Level) -> Option<Vec<usize>> {
+        let GroupKind::Map { space, reduced, members } = &self.groups[group].kind else { return None };
+        let (space, reduced) = (*space, *reduced);
+        if members.len() >= MEMBERS_MAX || (level == Level::Row && !has_short_rows(space, reduced)) {
+            return None;
+        }
+        let row = rows(space, reduced);
+        let target = if level == Level::Full { space } else { row };
+        if self.shape(node).numel() != target.numel() {
+            return None;
+        }
+        let mut others = Vec::new();
+        for input in &self.snapshot.nodes[node].inputs {
+            let (base, layout) = self.read(*input, target)?;
+            match self.group_of(base) {
+                Some((own, from)) if own == group => {
+                    let is_same = match (from, level) {
+                        (Level::Full, Level::Full) => layout.has_strides(&space.strides()),
+                        (Level::Row, Level::Row) => layout.has_strides(&row.strides()),
+                        (Level::Row, Level::Full) => {
+                            let mut strides = row.strides();
+                            (0..space.rank()).filter(|axis| reduced.contains(*axis)).for_each(|axis| strides[axis] = 0);
+                            has_short_rows(space, reduced) && layout.has_strides(&strides)
+                        }
+                        (Level::Full, Level::Row) => false,
+                    };
+                    if !is_same || layout.offset != 0 {
+                        return None;
+                    }
+                }
+                // What it makes would be needed before it is made.
+                Some((other, _)) if is_in(&self.groups[other].before, group) => return None,
+                Some((other, _)) => others.push(other),
+                None => {}
+            }
+        }
+        Some(others)
+    }
+
+    fn group_to_join(&mut self, node: usize) -> Option<(usize, Level)> {
+        let inputs = self.snapshot.nodes[node].inputs.clone();
+        let mut candidates: Vec<usize> = Vec::new();
+        for input in inputs {
+            let base = self.path(input).base;
+            if let Some((group, _)) = self.group_of(base)
+                && matches!(self.groups[group].kind, GroupKind::Map { .. })
+                && !candidates.contains(&group)
+            {
+                candidates.push(group);
+            }
+        }
+        // Those that were begun last are the closest.
+        candidates.sort_unstable_by(|a, b| b.cmp(a));
+        for at in 1..candidates.len() {
+            self.merge(candidates[0], candidates[at]);
+        }
+        candidates.iter_mut().for_each(|group| *group = self.group(*group));
+        candidates.dedup();
+        let levels = [Level::Full, Level::Row];
+        let tries = candidates.iter().flat_map(|group| levels.map(|level| (*group, level)));
+        let mut tries = tries.filter(|(group, level)| self.can_take(*group, node, *level).is_some());
+        tries.next()
+    }
+
+    /// Makes two groups one, if they have the same space and neither waits for the other.
+    fn merge(&mut self, a: usize, b: usize) {
+        let (a, b) = (self.group(a), self.group(b));
+        let is_apart = !is_in(&self.groups[a].before, b) && !is_in(&self.groups[b].before, a);
+        let (
+            GroupKind::Map { space, reduced, members },
+            GroupKind::Map { space: other_space, reduced: other_reduced, members: others },
+        ) = (&self.groups[a].kind, &self.groups[b].kind)
+        else {
+            return;
+        };
+        let is_one = reduced == other_reduced || reduced.is_empty() || other_reduced.is_empty();
+        if a == b || !is_apart || space != other_space || !is_one || members.len() + others.len() > MEMBERS_MAX {
+            return;
+        }
+        let space = *space;
+        let reduced = if reduced.is_empty() { *other_reduced } else { *reduced };
+        let mut members: Vec<usize> = members.iter().chain(others).copied().collect();
+        members.sort_unstable();
+        self.groups[a].kind = GroupKind::Map { space, reduced, members };
+        self.groups[b].merged = Some(a);
+        let before = std::mem::take(&mut self.groups[b].before);
+        unite(&mut self.groups[a].before, &before);
+        // Who came after the one comes after both.
+        let before = self.groups[a].before.clone();
+        for (n, group) in self.groups.iter_mut().enumerate() {
+            if n != a && (is_in(&group.before, a) || is_in(&group.before, b)) {
+                insert(&mut group.before, a);
+                unite(&mut group.before, &before);
+            }
+        }
+    }
+
+    /// The group that computes what is reduced, if it can reduce it too.
+    fn group_to_reduce(&self, input: usize, axes: AxisSet) -> Option<usize> {
+        let path = self.path(input);
+        let (group, level) = self.group_of(path.base)?;
+        let GroupKind::Map { space, reduced, members } = &self.groups[group].kind else { return None };
+        let layout = self.layout(&path)?;
+        let fits = level == Level::Full
+            && layout.shape == *space
+            && layout.is_contiguous()
+            && (reduced.is_empty() || *reduced == axes)
+            && members.len() < MEMBERS_MAX;
+        fits.then_some(group)
+    }
+
+    /// Adds a node to a group, which can take it.
+    fn join(&mut self, node: usize, group: usize, level: Level) -> Place {
+        let inputs = self.snapshot.nodes[node].inputs.clone();
+        if let (GroupKind::Map { reduced, .. }, Op::Reduce(_, axes)) =
+            (&mut self.groups[group].kind, &self.snapshot.nodes[node].op)
+        {
+            *reduced = *axes;
+        }
+        for input in inputs {
+            let base = self.path(input).base;
+            if self.group_of(base).is_some_and(|(other, _)| other != group) {
+                self.store(base);
+                self.depend(group, base);
+            }
+        }
+        if let GroupKind::Map { members, .. } = &mut self.groups[group].kind {
+            members.push(node);
+        }
+        Place::In(group, level)
+    }
+
+    /// A group comes after the one that computes a node.
+    fn depend(&mut self, group: usize, node: usize) {
+        let Some((other, _)) = self.group_of(node) else { return };
+        let before = self.groups[other].before.clone();
+        insert(&mut self.groups[group].before, other);
+        unite(&mut self.groups[group].before, &before);
+        let before = self.groups[group].before.clone();
+        for later in 0..self.groups.len() {
+            if is_in(&self.groups[later].before, group) {
+                unite(&mut self.groups[later].before, &before);
+            }
+        }
+    }
+
+    /// Has a node's elements in a buffer, and returns what is in that buffer: the node, or what it is a view of.
+    fn make_readable(&mut self, node: usize) -> usize {
+        let base = self.path(node).base;
+        if self.places[base] == Place::Everywhere {
+            let group = self.begin(self.shape(base), AxisSet::default());
+            self.places[base] = self.join(base, group, Level::Full);
+        }
+        if self.places[base] != Place::Leaf {
+            self.store(base);
+        }
+        base
+    }
+
+    fn store(&mut self, node: usize) {
+        self.slots.entry(node).or_insert_with(|| {
+            self.stored.push(node);
+            self.stored.len() - 1
+        });
+    }
+
+    pub(super) fn plan(self) -> Plan {
+        let mut order: Vec<usize> =
+            (0..self.groups.len()).filter(|group| self.groups[*group].merged.is_none()).collect();
+        // Whatever comes before a group has fewer groups before it.
+        let before = |group: &usize| {
+            let own = &self.groups[*group].before;
+            let known = (0..self.groups.len()).filter(|other| is_in(own, *other));
+            let mut roots: Vec<usize> = known.map(|other| self.group(other)).collect();
+            roots.sort_unstable();
+            roots.dedup();
+            roots.len()
+        };
+        order.sort_by_cached_key(|group| (before(group), *group));
+        let steps: Vec<Step> = order.iter().filter_map(|group| self.step(*group)).collect();
+        let outputs: Vec<BufferView> = self.snapshot.outputs.iter().filter_map(|node| self.view(*node)).collect();
+        let mut slots: Vec<Slot> = self
+            .stored
+            .iter()
+            .map(|node| Slot {
+                shape: self.shape(*node),
+                dtype: self.snapshot.nodes[*node].node.dtype,
+                last_step: None,
+            })
+            .collect();
+        for (n, step) in steps.iter().enumerate() {
+            let (read, written): (&[BufferView], Vec<usize>) = match step {
+                Step::Map(kernel) => (&kernel.loads, kernel.stores.iter().map(|(_, slot)| *slot).collect()),
+                Step::Special(kernel) => (&kernel.inputs, vec![kernel.slot]),
+            };
+            let read =
+                read.iter().filter_map(|view| if let Source::Slot(slot) = view.source { Some(slot) } else { None });
+            read.chain(written).for_each(|slot| slots[slot].last_step = Some(n));
+        }
+        for output in &outputs {
+            if let Source::Slot(slot) = output.source {
+                slots[slot].last_step = None;
+            }
+        }
+        Plan { steps, slots, outputs }
+    }
+
+    /// A node as a buffer read under a layout.
+    fn view(&self, node: usize) -> Option<BufferView> {
+        let path = self.path(node);
+        Some(self.buffer(path.base, self.layout(&path)?))
+    }
+
+    fn buffer(&self, base: usize, layout: Layout) -> BufferView {
+        let node = &self.snapshot.nodes[base];
+        let source = match self.slots.get(&base) {
+            Some(slot) => Source::Slot(*slot),
+            None => Source::Leaf(node.number),
+        };
+        BufferView { source, layout, dtype: node.node.dtype }
+    }
+
+    fn step(&self, group: usize) -> Option<Step> {
+        match &self.groups[group].kind {
+            GroupKind::Special(node) => {
+                let SpecialNode { op, inputs, shape, dtype } = self.special(*node);
+                let inputs = inputs.iter().filter_map(|input| self.view(*input)).collect();
+                self.slots.get(node).map(|slot| {
+                    Step::Special(SpecialKernel { op: op.clone(), inputs, shape, dtype, slot: *slot, node: *node })
+                })
+            }
+            GroupKind::Map { space, reduced, members } => {
+                self.map_kernel(group, *space, *reduced, members).map(Step::Map)
+            }
+        }
+    }
+
+    fn special(&self, node: usize) -> SpecialNode<'_> {
+        let found = &self.snapshot.nodes[node];
+        SpecialNode { op: &found.op, inputs: &found.inputs, shape: found.node.shape, dtype: found.node.dtype }
+    }
+
+    fn map_kernel(&self, group: usize, space: Shape, reduced: AxisSet, members: &[usize]) -> Option<MapKernel> {
+        let mut emit =
+            Emit { grouping: self, group, space, reduced, kernel: Vec::new(), loads: Vec::new(), of: HashMap::new() };
+        let needed = self.needed(group, members);
+        for member in members.iter().filter(|member| needed.contains(member)) {
+            emit.member(*member)?;
+        }
+        let stores: Vec<(usize, usize)> =
+            members.iter().filter_map(|member| Some((*emit.of.get(member)?, *self.slots.get(member)?))).collect();
+        let Emit { kernel: values, loads, .. } = emit;
+        // Of what is computed element by element, only a division of integers can fail.
+        let divides = |member: &&usize| {
+            let node = &self.snapshot.nodes[**member];
+            matches!(node.op, Op::Binary(BinaryOp::Div | BinaryOp::Rem)) && !node.node.dtype.is_float()
+        };
+        let node = needed.iter().rev().find(divides).or(members.last()).copied()?;
+        (!stores.is_empty()).then_some(MapKernel { space, reduced, loads, values, stores, node })
+    }
+
+    /// The members that something stored depends on.
+    fn needed(&self, group: usize, members: &[usize]) -> Vec<usize> {
+        let mut needed: Vec<usize> = Vec::new();
+        for member in members.iter().rev() {
+            let is_used = || {
+                needed.iter().any(|user| {
+                    let inputs = &self.snapshot.nodes[*user].inputs;
+                    inputs.iter().any(|input| self.path(*input).base == *member)
+                })
+            };
+            if self.slots.contains_key(member) || is_used() {
+                needed.push(*member);
+            }
+        }
+        debug_assert!(needed.iter().all(|node| self.group_of(*node).is_some_and(|(own, _)| own == group)));
+        needed
+    }
+}
+
+struct SpecialNode<'s> {
+    op: &'s Op,
+    inputs: &'s [usize],
+    shape: Shape,
+    dtype: crate::dtype::DType,
+}
+
+/// Writes the values of one kernel.
+struct Emit<'g> {
+    grouping: &'g Grouping<'g>,
+    group: usize,
+    space: Shape,
+    reduced: AxisSet,
+    kernel: Vec<MapValue>,
+    loads: Vec<BufferView>,
+    /// Values of members.
+    of: HashMap<usize, usize>,
+}
+
+impl Emit<'_> {
+    fn push(&mut self, value: MapValue) -> usize {
+        let same =
+            |known: &MapValue| known.kind == value.kind && known.dtype == value.dtype && known.level == value.level;
+        self.kernel.iter().position(same).unwrap_or_else(|| {
+            self.kernel.push(value);
+            self.kernel.len() - 1
+        })
+    }
+
+    fn member(&mut self, member: usize) -> Option<()> {
+        let grouping = self.grouping;
+        let node = &grouping.snapshot.nodes[member];
+        let (_, level) = grouping.group_of(member)?;
+        let dtype = node.node.dtype;
+        let inputs = &node.inputs;
+        let kind = match &node.op {
+            Op::Unary(op) => ValueKind::Unary(*op, self.value(inputs[0], level)?),
+            Op::Binary(op) => ValueKind::Binary(*op, self.value(inputs[0], level)?, self.value(inputs[1], level)?),
+            Op::Where => ValueKind::Where(
+                self.value(inputs[0], level)?,
+                self.value(inputs[1], level)?,
+                self.value(inputs[2], level)?,
+            ),
+            Op::Cast => ValueKind::Cast(self.value(inputs[0], level)?),
+            Op::Reduce(op, _) => {
+                let mut operand = self.value(inputs[0], Level::Full)?;
+                if self.kernel[operand].dtype != dtype {
+                    operand = self.push(MapValue { kind: ValueKind::Cast(operand), dtype, level: Level::Full });
+                }
+                ValueKind::Reduce(*op, operand)
+            }
+            Op::Move(_) => {
+                let value = self.value(inputs[0], level)?;
+                self.of.insert(member, value);
+                return Some(());
+            }
+            _ => {
+                let value = self.generated(member, Layout::contiguous(self.space), level)?;
+                self.of.insert(member, value);
+                return Some(());
+            }
+        };
+        let value = self.push(MapValue { kind, dtype, level });
+        self.of.insert(member, value);
+        Some(())
+    }
+
+    fn generated(&mut self, node: usize, layout: Layout, level: Level) -> Option<usize> {
+        let found = &self.grouping.snapshot.nodes[node];
+        let kind = match found.op {
+            Op::Fill(_) => ValueKind::Fill(found.number),
+            Op::Iota => ValueKind::Iota(layout),
+            Op::Random { .. } => ValueKind::Random(found.number, layout),
+            _ => return None,
+        };
+        Some(self.push(MapValue { kind, dtype: found.node.dtype, level }))
+    }
+
+    /// What a member reads.
+    fn value(&mut self, node: usize, level: Level) -> Option<usize> {
+        let target = if level == Level::Full { self.space } else { rows(self.space, self.reduced) };
+        let (base, layout) = self.grouping.read(node, target)?;
+        if self.grouping.group_of(base).is_some_and(|(own, _)| own == self.group) {
+            return self.of.get(&base).copied();
+        }
+        if self.grouping.places[base] == Place::Everywhere {
+            return self.generated(base, layout, level);
+        }
+        let view = self.grouping.buffer(base, layout);
+        let load = self.loads.iter().position(|known| *known == view).unwrap_or_else(|| {
+            self.loads.push(view);
+            self.loads.len() - 1
+        });
+        Some(self.push(MapValue { kind: ValueKind::Load(load), dtype: view.dtype, level }))
+    }
+}

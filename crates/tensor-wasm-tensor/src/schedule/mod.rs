@@ -1,0 +1,85 @@
+//! From a graph to a plan. Elementwise operations join the kernel that computes their inputs; reductions join it and
+//! give it rows; what consumes a row joins too where a whole row fits into the cache. Views are not computed: they are
+//! layouts under which buffers are read.
+
+mod group;
+pub(crate) mod plan;
+mod snapshot;
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use self::group::Grouping;
+use self::plan::Plan;
+use self::snapshot::Snapshot;
+use crate::cpu;
+use crate::error::TensorError;
+use crate::graph::Node;
+
+/// Plans that are kept, those that were used last first.
+const PLANS_MAX: usize = 256;
+
+static PLANS: Mutex<Vec<(PlanKey, Arc<CompiledPlan>)>> = Mutex::new(Vec::new());
+
+/// What graphs that are computed by the same plan have in common.
+type PlanKey = Arc<[u64]>;
+
+/// A plan, and what the device has made of it.
+pub(crate) struct CompiledPlan {
+    pub plan: Plan,
+    pub kernels: cpu::execute::CpuKernels,
+}
+
+/// Whether operations are fused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// As many as go together.
+    Fused,
+    /// None: each is a kernel of its own. Slow, and what the fused mode is compared with.
+    Eager,
+}
+
+/// Computes nodes, all of them in one plan.
+pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError> {
+    let snapshot = Snapshot::take(nodes)?;
+    if snapshot.outputs.is_empty() {
+        return Ok(());
+    }
+    let compiled = compiled(&snapshot, mode);
+    let values = cpu::execute::execute(&compiled, &snapshot.leaves, &snapshot.parameters);
+    let values = values.map_err(|(node, what)| {
+        let failed = &snapshot.nodes[node];
+        TensorError::new(failed.op.name(), what, failed.node.at)
+    })?;
+    for (output, value) in snapshot.outputs.iter().zip(values) {
+        snapshot.nodes[*output].node.realize(value);
+    }
+    Ok(())
+}
+
+fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
+    let mut key = snapshot.key.clone();
+    key.push(u64::from(mode == Mode::Eager));
+    {
+        let mut plans = PLANS.lock();
+        if let Some(at) = plans.iter().position(|(known, _)| **known == *key) {
+            let found = plans.remove(at);
+            let plan = found.1.clone();
+            plans.insert(0, found);
+            return plan;
+        }
+    }
+    let plan = Grouping::of(snapshot, mode).plan();
+    let kernels = cpu::execute::CpuKernels::compile(&plan);
+    let compiled = Arc::new(CompiledPlan { plan, kernels });
+    let mut plans = PLANS.lock();
+    plans.truncate(PLANS_MAX - 1);
+    plans.insert(0, (key.into(), compiled.clone()));
+    compiled
+}
+
+#[cfg(test)]
+pub(crate) fn plan_of(nodes: &[Arc<Node>], mode: Mode) -> Result<Plan, TensorError> {
+    Ok(Grouping::of(&Snapshot::take(nodes)?, mode).plan())
+}

@@ -1,0 +1,142 @@
+//! A graph as it is at one moment, and its key: graphs that have the same are computed by the same plan.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::error::{ErrorKind, TensorError};
+use crate::graph::op::{Movement, Op};
+use crate::graph::{Node, Value};
+use crate::shape::{Layout, Shape};
+
+use super::plan::Parameter;
+
+pub(super) struct Snapshot {
+    /// Inputs come before what is made of them.
+    pub nodes: Vec<SnapshotNode>,
+    pub leaves: Vec<Value>,
+    pub parameters: Vec<Parameter>,
+    /// Nodes that have to be computed. Those that are there already are left out.
+    pub outputs: Vec<usize>,
+    pub key: Vec<u64>,
+}
+
+pub(super) struct SnapshotNode {
+    pub node: Arc<Node>,
+    pub op: Op,
+    pub inputs: Vec<usize>,
+    /// Which of the leaves, or of the parameters, it is.
+    pub number: usize,
+}
+
+/// A node with how it is computed, from which others, or what it is.
+type Found = (Arc<Node>, Op, Vec<u64>, Option<Value>);
+
+impl Snapshot {
+    pub(super) fn take(asked: &[Arc<Node>]) -> Result<Snapshot, TensorError> {
+        let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
+        let missing: Vec<u64> = left.iter().map(|node| node.id).collect();
+        let mut found: HashMap<u64, Found> = HashMap::new();
+        while let Some(node) = left.pop() {
+            if found.contains_key(&node.id) {
+                continue;
+            }
+            let state = node.state.lock();
+            let (op, inputs, value) = match (&state.value, &state.recipe) {
+                (Some(value), _) => (Op::Data, Vec::new(), Some(value.clone())),
+                (None, Some(recipe)) => {
+                    if let Op::Failed(error) = &recipe.op {
+                        return Err(error.clone());
+                    }
+                    left.extend(recipe.inputs.iter().cloned());
+                    (recipe.op.clone(), recipe.inputs.iter().map(|input| input.id).collect(), None)
+                }
+                (None, None) => return Err(TensorError::new("realize", ErrorKind::GraphFreed, node.at)),
+            };
+            drop(state);
+            found.insert(node.id, (node, op, inputs, value));
+        }
+        let mut sorted: Vec<_> = found.into_values().collect();
+        sorted.sort_unstable_by_key(|(node, ..)| node.id);
+        let position: HashMap<u64, usize> = sorted.iter().enumerate().map(|(at, (node, ..))| (node.id, at)).collect();
+        let (mut nodes, mut leaves, mut parameters) = (Vec::with_capacity(sorted.len()), Vec::new(), Vec::new());
+        let mut key = Vec::with_capacity(8 * sorted.len());
+        for (node, op, inputs, value) in sorted {
+            let inputs: Vec<usize> = inputs.iter().filter_map(|id| position.get(id).copied()).collect();
+            let is_output = missing.contains(&node.id);
+            let number = match &op {
+                Op::Fill(scalar) => add(&mut parameters, Parameter::Scalar(*scalar)),
+                Op::Random { seed } => add(&mut parameters, Parameter::Seed(*seed)),
+                _ => leaves.len(),
+            };
+            write_key(&mut key, &node, &op, &inputs, value.as_ref(), is_output);
+            leaves.extend(value);
+            nodes.push(SnapshotNode { node, op, inputs, number });
+        }
+        let mut outputs: Vec<usize> = missing.iter().filter_map(|id| position.get(id).copied()).collect();
+        outputs.sort_unstable();
+        outputs.dedup();
+        Ok(Snapshot { nodes, leaves, parameters, outputs, key })
+    }
+}
+
+fn add(parameters: &mut Vec<Parameter>, parameter: Parameter) -> usize {
+    parameters.push(parameter);
+    parameters.len() - 1
+}
+
+/// Everything that a plan depends on, one number after the other: as many as the first ones say.
+fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: Option<&Value>, is_output: bool) {
+    let (code, details): (u64, [u64; 5]) = match op {
+        Op::Data => (0, [0; 5]),
+        Op::Fill(_) => (1, [0; 5]),
+        Op::Iota => (2, [0; 5]),
+        Op::Random { .. } => (3, [0; 5]),
+        Op::Unary(op) => (4, [*op as u64, 0, 0, 0, 0]),
+        Op::Binary(op) => (5, [*op as u64, 0, 0, 0, 0]),
+        Op::Where => (6, [0; 5]),
+        Op::Cast => (7, [0; 5]),
+        Op::Move(Movement::Reshape) => (8, [0; 5]),
+        Op::Move(Movement::Permute(axes)) => (9, [u64::from_le_bytes(*axes), 0, 0, 0, 0]),
+        Op::Move(Movement::Expand) => (10, [0; 5]),
+        Op::Move(Movement::Slice { axis, start, step }) => {
+            (11, [*axis as u64, *start as u64, step.cast_unsigned() as u64, 0, 0])
+        }
+        Op::Move(Movement::Windows { axis, step, dilation }) => {
+            (12, [*axis as u64, *step as u64, *dilation as u64, 0, 0])
+        }
+        Op::Reduce(op, axes) => (13, [*op as u64, axes.bits(), 0, 0, 0]),
+        Op::ArgReduce { axis, largest } => (14, [*axis as u64, u64::from(*largest), 0, 0, 0]),
+        Op::Matmul => (15, [0; 5]),
+        Op::Cumsum { axis, is_reverse } => (16, [*axis as u64, u64::from(*is_reverse), 0, 0, 0]),
+        Op::ArgSort { axis, is_descending } => (17, [*axis as u64, u64::from(*is_descending), 0, 0, 0]),
+        Op::Gather { axis } => (18, [*axis as u64, 0, 0, 0, 0]),
+        Op::ScatterAdd { axis, size } => (19, [*axis as u64, *size as u64, 0, 0, 0]),
+        Op::Place(corners) => {
+            key.push(corners.len() as u64);
+            key.extend(corners.iter().flatten().map(|at| *at as u64));
+            (20, [0; 5])
+        }
+        Op::Fold { axis, step, dilation, size } => {
+            (21, [*axis as u64, *step as u64, *dilation as u64, *size as u64, 0])
+        }
+        Op::Failed(_) => (22, [0; 5]),
+    };
+    let flags = u64::from(is_output) << 16 | (node.dtype as u64) << 8 | code;
+    key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);
+    key.extend(details);
+    key.extend(inputs.iter().map(|input| *input as u64));
+    write_shape(key, &node.shape);
+    if let Some(Value { layout, .. }) = value {
+        write_layout(key, layout);
+    }
+}
+
+fn write_shape(key: &mut Vec<u64>, shape: &Shape) {
+    key.push(shape.rank() as u64);
+    key.extend(shape.iter().map(|size| *size as u64));
+}
+
+fn write_layout(key: &mut Vec<u64>, layout: &Layout) {
+    key.extend(layout.strides().iter().map(|stride| stride.cast_unsigned() as u64));
+    key.push(layout.offset.cast_unsigned() as u64);
+}

@@ -1,0 +1,148 @@
+//! The tensor that users hold: a handle to a node. Making one costs an allocation; computing happens when somebody
+//! reads.
+
+mod compose;
+mod create;
+mod operators;
+mod primitive;
+mod views;
+
+use std::panic::Location;
+use std::sync::Arc;
+
+pub use self::operators::Operand;
+pub use self::views::Axes;
+use crate::dtype::{DType, Element};
+use crate::error::{ErrorKind, Result, TensorError};
+use crate::graph::op::Op;
+use crate::graph::{Node, Storage, Value};
+use crate::schedule::{self, Mode};
+use crate::shape::{Layout, Shape};
+
+/// Elements of one type in a shape, computed when they are read. Cloning it clones the handle.
+#[derive(Clone)]
+pub struct Tensor {
+    pub(crate) node: Arc<Node>,
+}
+
+/// Where a user called.
+pub(crate) type Caller = &'static Location<'static>;
+
+impl Tensor {
+    pub fn shape(&self) -> Shape {
+        self.node.shape
+    }
+
+    pub fn rank(&self) -> usize {
+        self.node.shape.rank()
+    }
+
+    pub fn numel(&self) -> usize {
+        self.node.shape.numel()
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.node.dtype
+    }
+
+    /// Whether gradients flow through it.
+    pub fn requires_grad(&self) -> bool {
+        self.node.requires_grad
+    }
+
+    /// The error of an operation that made no sense, if it is the result of one.
+    pub fn check(&self) -> Result<()> {
+        let state = self.node.state.lock();
+        match &state.recipe {
+            Some(recipe) => match &recipe.op {
+                Op::Failed(error) => Err(error.clone()),
+                _ => Ok(()),
+            },
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn failed(operation: &'static str, what: ErrorKind, at: Caller) -> Tensor {
+        Tensor::holding(TensorError::new(operation, what, at))
+    }
+
+    /// A tensor of no shape that holds an error.
+    pub(crate) fn holding(error: TensorError) -> Tensor {
+        let at = error.at;
+        Tensor { node: Node::new(Op::Failed(error), Vec::new(), Shape::SCALAR, DType::F32, false, at) }
+    }
+
+    /// Computes it now, with everything it needs.
+    pub fn realize(&self) -> Result<()> {
+        schedule::realize(std::slice::from_ref(&self.node), Mode::Fused)
+    }
+
+    /// Computes several at once: what they share is computed once.
+    pub fn realize_all(tensors: &[&Tensor], mode: Mode) -> Result<()> {
+        let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
+        schedule::realize(&nodes, mode)
+    }
+
+    fn value(&self) -> Result<Value> {
+        if let Some(value) = &self.node.state.lock().value {
+            return Ok(value.clone());
+        }
+        self.realize()?;
+        let value = self.node.state.lock().value.clone();
+        value.ok_or_else(|| {
+            TensorError::new("realize", ErrorKind::Bug { why: "nothing was computed".to_owned() }, self.node.at)
+        })
+    }
+
+    /// All elements, in row-major order.
+    #[track_caller]
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        let at = Location::caller();
+        let value = self.value()?;
+        if T::DTYPE != self.dtype() {
+            let what = ErrorKind::ElementType { found: self.dtype(), asked: T::DTYPE };
+            return Err(TensorError::new("to_vec", what, at));
+        }
+        let Storage::Cpu(buffer) = &*value.storage;
+        // Truth is stored as bytes of 0 and 1.
+        let elements = buffer.elements::<T>();
+        if value.layout.is_contiguous() {
+            return Ok(elements[..self.numel()].to_vec());
+        }
+        Ok(positions(&value.layout).into_iter().map(|position| elements[position]).collect())
+    }
+
+    /// All elements as double precision, whatever they are.
+    pub fn to_f64(&self) -> Result<Vec<f64>> {
+        let value = self.value()?;
+        let Storage::Cpu(buffer) = &*value.storage;
+        Ok(positions(&value.layout).into_iter().map(|position| buffer.at(self.dtype(), position).0).collect())
+    }
+
+    /// The only element.
+    #[track_caller]
+    pub fn item<T: Element>(&self) -> Result<T> {
+        let at = Location::caller();
+        let elements = self.to_vec::<T>()?;
+        match elements[..] {
+            [one] => Ok(one),
+            _ => Err(TensorError::new("item", ErrorKind::NotScalar { shape: self.shape().to_vec() }, at)),
+        }
+    }
+}
+
+/// Where each element is, in row-major order.
+fn positions(layout: &Layout) -> Vec<usize> {
+    let mut all = vec![layout.offset];
+    for (size, stride) in layout.shape.iter().zip(layout.strides()) {
+        let size = isize::try_from(*size).unwrap_or(isize::MAX);
+        all = all.iter().flat_map(|at| (0..size).map(move |n| at + n * stride)).collect();
+    }
+    all.into_iter().map(isize::unsigned_abs).collect()
+}
+
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tensor({} of {})", self.shape(), self.dtype())
+    }
+}

@@ -1,0 +1,190 @@
+//! Primitive operations as they are made: which shapes and types they take, and what they make of them.
+
+use std::sync::Arc;
+
+use super::{Caller, Tensor};
+use crate::autograd;
+use crate::dtype::{DType, Scalar};
+use crate::error::{ErrorKind, TensorError};
+use crate::graph::Node;
+use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
+use crate::shape::{AxisSet, RANK_MAX, Shape};
+
+impl Tensor {
+    /// A node over inputs, or the first error that one of them holds.
+    pub(crate) fn make(op: Op, inputs: &[&Tensor], shape: Shape, dtype: DType, at: Caller) -> Tensor {
+        for input in inputs {
+            if let Err(error) = input.check() {
+                return Tensor::holding(error);
+            }
+        }
+        if shape.checked_numel().is_none() {
+            return Tensor::failed(op.name(), ErrorKind::TooLarge { shape: shape.to_vec() }, at);
+        }
+        let flows = dtype.is_float() && autograd::is_recording() && inputs.iter().any(|input| input.requires_grad());
+        let nodes: Vec<Arc<Node>> = inputs.iter().map(|input| input.node.clone()).collect();
+        Tensor { node: Node::new(op, nodes, shape, dtype, flows, at) }
+    }
+
+    pub(crate) fn fill(value: Scalar, shape: Shape, dtype: DType, at: Caller) -> Tensor {
+        Tensor::make(Op::Fill(value), &[], shape, dtype, at)
+    }
+
+    /// A number as a tensor of its own shape that goes with this one.
+    pub(crate) fn scalar_like(&self, value: impl Into<Scalar>, at: Caller) -> Tensor {
+        Tensor::fill(value.into(), Shape::SCALAR, self.dtype(), at)
+    }
+
+    pub(crate) fn unary(&self, op: UnaryOp, at: Caller) -> Tensor {
+        if !op.takes(self.dtype()) {
+            let takes = match op {
+                UnaryOp::Not => "bool",
+                UnaryOp::Neg | UnaryOp::Abs | UnaryOp::Sign | UnaryOp::Floor | UnaryOp::Round => "numbers",
+                _ => "floats",
+            };
+            return self.wrong_dtype(op.name(), takes, at);
+        }
+        Tensor::make(Op::Unary(op), &[self], self.shape(), self.dtype(), at)
+    }
+
+    pub(crate) fn wrong_dtype(&self, operation: &'static str, takes: &'static str, at: Caller) -> Tensor {
+        if let Err(error) = self.check() {
+            return Tensor::holding(error);
+        }
+        Tensor::failed(operation, ErrorKind::WrongDType { found: self.dtype(), takes }, at)
+    }
+
+    pub(crate) fn binary(&self, op: BinaryOp, other: &Tensor, at: Caller) -> Tensor {
+        let (left, right) = match self.broadcast_with(other, op.name(), at) {
+            Ok(both) => both,
+            Err(error) => return Tensor::holding(error),
+        };
+        if !op.takes(self.dtype()) {
+            let takes = if matches!(op, BinaryOp::And | BinaryOp::Or) {
+                "bool"
+            } else if op == BinaryOp::Pow {
+                "floats"
+            } else {
+                "numbers"
+            };
+            return self.wrong_dtype(op.name(), takes, at);
+        }
+        let dtype = if op.is_comparison() { DType::Bool } else { self.dtype() };
+        Tensor::make(Op::Binary(op), &[&left, &right], left.shape(), dtype, at)
+    }
+
+    /// Both in the shape that they have together.
+    pub(crate) fn broadcast_with(
+        &self,
+        other: &Tensor,
+        operation: &'static str,
+        at: Caller,
+    ) -> Result<(Tensor, Tensor), TensorError> {
+        self.check()?;
+        other.check()?;
+        let error = |what| TensorError::new(operation, what, at);
+        if self.dtype() != other.dtype() {
+            return Err(error(ErrorKind::MixedDTypes { left: self.dtype(), right: other.dtype() }));
+        }
+        let (left, right) = (self.shape(), other.shape());
+        let both = left
+            .broadcast(&right)
+            .ok_or_else(|| error(ErrorKind::NoBroadcast { left: left.to_vec(), right: right.to_vec() }))?;
+        Ok((self.expand_to(both, at), other.expand_to(both, at)))
+    }
+
+    /// Repeats it to a shape that it broadcasts to.
+    pub(crate) fn expand_to(&self, shape: Shape, at: Caller) -> Tensor {
+        if self.shape() == shape {
+            return self.clone();
+        }
+        self.moved(Movement::Expand, shape, at)
+    }
+
+    pub(crate) fn moved(&self, movement: Movement, shape: Shape, at: Caller) -> Tensor {
+        Tensor::make(Op::Move(movement), &[self], shape, self.dtype(), at)
+    }
+
+    pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, at: Caller) -> Tensor {
+        let made = || {
+            condition.check()?;
+            let error = |what| TensorError::new("where", what, at);
+            if condition.dtype() != DType::Bool {
+                return Err(error(ErrorKind::WrongDType { found: condition.dtype(), takes: "a bool condition" }));
+            }
+            let (a, b) = a.broadcast_with(b, "where", at)?;
+            let (left, right) = (condition.shape(), a.shape());
+            let both = left
+                .broadcast(&right)
+                .ok_or_else(|| error(ErrorKind::NoBroadcast { left: left.to_vec(), right: right.to_vec() }))?;
+            let (condition, a, b) = (condition.expand_to(both, at), a.expand_to(both, at), b.expand_to(both, at));
+            Ok(Tensor::make(Op::Where, &[&condition, &a, &b], both, a.dtype(), at))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    pub(crate) fn cast_to(&self, dtype: DType, at: Caller) -> Tensor {
+        if self.dtype() == dtype {
+            return self.clone();
+        }
+        Tensor::make(Op::Cast, &[self], self.shape(), dtype, at)
+    }
+
+    /// Over axes, which stay with size 1.
+    pub(crate) fn reduce(&self, op: ReduceOp, axes: AxisSet, at: Caller) -> Tensor {
+        if let Err(error) = self.check() {
+            return Tensor::holding(error);
+        }
+        let mut shape = self.shape();
+        let mut count = 1;
+        for axis in (0..shape.rank()).filter(|axis| axes.contains(*axis)) {
+            count *= shape[axis];
+            shape = shape.with(axis, 1);
+        }
+        let dtype = op.result(self.dtype());
+        if axes.is_empty() {
+            return self.cast_to(dtype, at);
+        }
+        if count == 0 && matches!(op, ReduceOp::Max | ReduceOp::Min) && shape.numel() > 0 {
+            let why = format!("shape {}: there is no extreme of no elements", self.shape());
+            return Tensor::failed(op.name(), ErrorKind::BadArgument { why }, at);
+        }
+        Tensor::make(Op::Reduce(op, axes), &[self], shape, dtype, at)
+    }
+
+    pub(crate) fn matrix_product(&self, other: &Tensor, at: Caller) -> Tensor {
+        let made = || {
+            self.check()?;
+            other.check()?;
+            let error = |what| TensorError::new("matmul", what, at);
+            if self.dtype() != other.dtype() {
+                return Err(error(ErrorKind::MixedDTypes { left: self.dtype(), right: other.dtype() }));
+            }
+            if self.dtype() == DType::Bool {
+                return Err(error(ErrorKind::WrongDType { found: DType::Bool, takes: "numbers" }));
+            }
+            let (left, right) = (self.shape(), other.shape());
+            let fits = left.rank() >= 2 && right.rank() >= 2 && left[left.rank() - 1] == right[right.rank() - 2];
+            let heads = |shape: &Shape| Shape::new(&shape[..shape.rank() - 2]);
+            let both = if fits { heads(&left).zip(heads(&right)).and_then(|(a, b)| a.broadcast(&b)) } else { None };
+            let expected = || format!("[…, {}, n] for the right operand", left.last().copied().unwrap_or(1));
+            let both =
+                both.ok_or_else(|| error(ErrorKind::WrongShape { found: right.to_vec(), expected: expected() }))?;
+            let join = |rows: usize, columns: usize| {
+                let mut sizes = both.to_vec();
+                sizes.extend([rows, columns]);
+                Shape::new(&sizes).ok_or_else(|| error(ErrorKind::TooLarge { shape: sizes }))
+            };
+            let (m, k, n) = (left[left.rank() - 2], left[left.rank() - 1], right[right.rank() - 1]);
+            let (a, b) = (self.expand_to(join(m, k)?, at), other.expand_to(join(k, n)?, at));
+            Ok(Tensor::make(Op::Matmul, &[&a, &b], join(m, n)?, self.dtype(), at))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// Each at a corner of its own in zeros of that shape.
+    pub(crate) fn place(parts: &[&Tensor], corners: &[[usize; RANK_MAX]], shape: Shape, at: Caller) -> Tensor {
+        let dtype = parts.first().map_or(DType::F32, |part| part.dtype());
+        Tensor::make(Op::Place(corners.into()), parts, shape, dtype, at)
+    }
+}
