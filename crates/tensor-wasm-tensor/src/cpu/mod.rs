@@ -1,6 +1,7 @@
 //! The CPU as a device: memory, threads, and kernels that run fused expressions tile by tile in the first-level cache.
 
 pub(crate) mod execute;
+mod gemm;
 mod map;
 mod math;
 pub(crate) mod memory;

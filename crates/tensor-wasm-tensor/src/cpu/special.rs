@@ -4,6 +4,7 @@
 use half::{bf16, f16};
 
 use super::execute::Buffers;
+use super::gemm::{Matrix, Multiply, Product, multiply};
 use super::memory::CpuBuffer;
 use super::threads::parallel;
 use crate::dtype::{DType, Element};
@@ -38,7 +39,11 @@ pub(super) fn run(kernel: &SpecialKernel, buffers: &Buffers<'_>, made: &CpuBuffe
     let dtype = kernel.inputs.first().map_or(kernel.dtype, |view| view.dtype);
     let run = Special { inputs, shape: kernel.shape, to: Output(made.as_ptr()) };
     match &kernel.op {
-        Op::Matmul => with_type!(dtype, matmul(&run)),
+        Op::Matmul => match dtype {
+            DType::F32 => return fast_matmul::<f32>(&run),
+            DType::F64 => return fast_matmul::<f64>(&run),
+            _ => with_type!(dtype, matmul(&run)),
+        },
         Op::ArgReduce { axis, largest } => with_type!(dtype, arg_reduce(&run, *axis, *largest)),
         Op::Cumsum { axis, is_reverse } => with_type!(dtype, cumsum(&run, *axis, *is_reverse)),
         Op::ArgSort { axis, is_descending } => with_type!(dtype, arg_sort(&run, *axis, *is_descending)),
@@ -165,6 +170,40 @@ fn each_line(shape: &Shape, axis: usize, layout: &Layout, work: &(dyn Fn(usize, 
             work(first, position(layout, &line_shape, line));
         }
     });
+}
+
+/// Products of floats that there are kernels for.
+fn fast_matmul<T: Number + Multiply>(run: &Special<'_>) -> Result<(), ErrorKind> {
+    let [a, b] = &run.inputs[..] else { return Ok(()) };
+    let rank = run.shape.rank();
+    let (m, n, k) = (run.shape[rank - 2], run.shape[rank - 1], a.layout.shape[rank - 1]);
+    let batches: usize = run.shape[..rank - 2].iter().product();
+    if batches == 0 || m == 0 || n == 0 {
+        return Ok(());
+    }
+    let matrix = |input: &Input<'_>, batch: usize| {
+        let heads = input.layout.shape.with(rank - 2, 1).with(rank - 1, 1);
+        let (row, column) = (input.layout.strides()[rank - 2], input.layout.strides()[rank - 1]);
+        let elements = input.elements::<T>();
+        let at = if k == 0 { 0 } else { position(&input.layout, &heads, batch) };
+        // The layout was checked to stay inside of the buffer.
+        Matrix { start: elements.as_ptr().wrapping_add(at), row, column }
+    };
+    let product = |batch: usize| {
+        let to = run.to.0.cast::<T>().wrapping_add(batch * m * n);
+        multiply(&Product { m, n, k, left: matrix(a, batch), right: matrix(b, batch), to })
+    };
+    // Many products are shared by whole ones, few by their rows.
+    if batches < 4 {
+        return (0..batches).try_for_each(product);
+    }
+    let failed = parking_lot::Mutex::new(None);
+    parallel(batches, &|batch| {
+        if let Err(error) = product(batch) {
+            *failed.lock() = Some(error);
+        }
+    });
+    failed.into_inner().map_or(Ok(()), Err)
 }
 
 fn matmul<T: Number>(run: &Special<'_>) {

@@ -1,12 +1,12 @@
 //! The operations of fused kernels, each a loop over one tile of elements that stays in the first-level cache. The
 //! loops are written once and compiled for several sets of vector instructions; which one runs is decided when the
-//! first kernel does. Elements are loaded as arrays before results are stored, so that a result may take the place of
-//! an operand, and the compiler need not ask whether it does.
+//! first kernel does. A result never overlaps an operand, so that the compiler makes vectors without asking.
 #![expect(
     unsafe_code,
     reason = "tiles are parts of buffers that other threads use too; instruction sets are chosen at run time"
 )]
 
+use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
 use super::math::Float;
@@ -58,6 +58,10 @@ pub(crate) enum TileOp {
     StoreHalf(DType),
     /// `count` rows of `n` elements to one each.
     Reduce(ReduceOp, Class),
+    /// `n` elements into as many results.
+    Accumulate(ReduceOp, Class),
+    /// The same into results of double precision, or the widest integers.
+    AccumulateWide(ReduceOp, Class),
     /// `count` elements, each `n` times.
     Repeat(Class),
     /// `n` elements as they are.
@@ -83,7 +87,7 @@ pub(crate) type IsDefined = bool;
 /// # Safety
 ///
 /// Operands are readable and the result is writable for as many elements as the operation has, of the sizes of their
-/// classes. The result is either one of the operands, of the same size of element, or overlaps none.
+/// classes, and the result overlaps no operand.
 pub(crate) unsafe fn run(op: TileOp, args: &TileArgs) -> IsDefined {
     static RUN: LazyLock<unsafe fn(TileOp, &TileArgs) -> IsDefined> = LazyLock::new(choose);
     // SAFETY: the caller's promise, and the instructions are there.
@@ -163,12 +167,26 @@ unsafe fn run_any(op: TileOp, args: &TileArgs) -> IsDefined {
                 Class::I64 => reduce::<i64>(op, args),
                 Class::U8 => reduce::<u8>(op, args),
             },
+            TileOp::Accumulate(op, class) => match class {
+                Class::F32 => accumulate::<f32, f32>(op, args),
+                Class::F64 => accumulate::<f64, f64>(op, args),
+                Class::I32 => accumulate::<i32, i32>(op, args),
+                Class::I64 => accumulate::<i64, i64>(op, args),
+                Class::U8 => accumulate::<u8, u8>(op, args),
+            },
+            TileOp::AccumulateWide(op, class) => match class {
+                Class::F32 => accumulate::<f32, f64>(op, args),
+                Class::F64 => accumulate::<f64, f64>(op, args),
+                Class::I32 => accumulate::<i32, i64>(op, args),
+                Class::I64 => accumulate::<i64, i64>(op, args),
+                Class::U8 => accumulate::<u8, i64>(op, args),
+            },
             TileOp::Repeat(class) => match class.size() {
                 1 => repeat::<u8>(args),
                 4 => repeat::<u32>(args),
                 _ => repeat::<u64>(args),
             },
-            TileOp::Copy(class) => args.to.copy_from(args.a, args.n * class.size()),
+            TileOp::Copy(class) => args.to.copy_from_nonoverlapping(args.a, args.n * class.size()),
         }
     }
     true
@@ -193,64 +211,53 @@ unsafe fn map_arrays<A: Copy, D: Copy>(args: &TileArgs, many: impl Fn([A; LANES]
     }
 }
 
+/// Elements at an address.
 #[inline(always)]
-unsafe fn map<A: Copy, D: Copy + Default>(args: &TileArgs, f: impl Fn(A) -> D) {
-    let many = |x: [A; LANES]| {
-        let mut y = [D::default(); LANES];
-        for n in 0..LANES {
-            y[n] = f(x[n]);
-        }
-        y
-    };
-    // SAFETY: the caller's promise.
-    unsafe { map_arrays(args, many, &f) }
+unsafe fn elements<'a, T>(at: *const u8, n: usize) -> &'a [T] {
+    // SAFETY: the caller's promise. Buffers and registers are aligned to more than any element, and parts of them begin
+    // at whole elements.
+    unsafe { std::slice::from_raw_parts(at.cast::<T>(), n) }
+}
+
+/// Room for elements at an address.
+#[inline(always)]
+unsafe fn room<'a, T>(at: *mut u8, n: usize) -> &'a mut [MaybeUninit<T>] {
+    // SAFETY: as above, and nobody else has it now.
+    unsafe { std::slice::from_raw_parts_mut(at.cast::<MaybeUninit<T>>(), n) }
 }
 
 #[inline(always)]
-unsafe fn map2<A: Copy, D: Copy + Default>(args: &TileArgs, f: impl Fn(A, A) -> D) {
-    let (to, a, b) = (args.to.cast::<D>(), args.a.cast::<A>(), args.b.cast::<A>());
-    let mut i = 0;
-    // SAFETY: `i` stays below `n`, and so many elements are there. They need not be aligned.
-    unsafe {
-        while i + LANES <= args.n {
-            let x = a.add(i).cast::<[A; LANES]>().read_unaligned();
-            let y = b.add(i).cast::<[A; LANES]>().read_unaligned();
-            let mut z = [D::default(); LANES];
-            for n in 0..LANES {
-                z[n] = f(x[n], y[n]);
-            }
-            to.add(i).cast::<[D; LANES]>().write_unaligned(z);
-            i += LANES;
-        }
-        while i < args.n {
-            to.add(i).write_unaligned(f(a.add(i).read_unaligned(), b.add(i).read_unaligned()));
-            i += 1;
-        }
+unsafe fn map<A: Copy, D: Copy>(args: &TileArgs, f: impl Fn(A) -> D) {
+    // SAFETY: the caller's promise.
+    let (to, a) = unsafe { (room::<D>(args.to, args.n), elements::<A>(args.a, args.n)) };
+    for (to, a) in to.iter_mut().zip(a) {
+        to.write(f(*a));
     }
 }
 
 #[inline(always)]
-unsafe fn choose_by<T: Copy + Default>(args: &TileArgs) {
-    let (to, condition, a, b) = (args.to.cast::<T>(), args.a, args.b.cast::<T>(), args.c.cast::<T>());
-    let mut i = 0;
-    // SAFETY: `i` stays below `n`, and so many elements are there. They need not be aligned.
-    unsafe {
-        while i + LANES <= args.n {
-            let condition = condition.add(i).cast::<[u8; LANES]>().read_unaligned();
-            let x = a.add(i).cast::<[T; LANES]>().read_unaligned();
-            let y = b.add(i).cast::<[T; LANES]>().read_unaligned();
-            let mut z = [T::default(); LANES];
-            for n in 0..LANES {
-                z[n] = if condition[n] != 0 { x[n] } else { y[n] };
-            }
-            to.add(i).cast::<[T; LANES]>().write_unaligned(z);
-            i += LANES;
-        }
-        while i < args.n {
-            let from = if *condition.add(i) != 0 { a } else { b };
-            to.add(i).write_unaligned(from.add(i).read_unaligned());
-            i += 1;
-        }
+unsafe fn map2<A: Copy, D: Copy>(args: &TileArgs, f: impl Fn(A, A) -> D) {
+    // SAFETY: the caller's promise.
+    let to = unsafe { room::<D>(args.to, args.n) };
+    // SAFETY: as above.
+    let (a, b) = unsafe { (elements::<A>(args.a, args.n), elements::<A>(args.b, args.n)) };
+    for ((to, a), b) in to.iter_mut().zip(a).zip(b) {
+        to.write(f(*a, *b));
+    }
+}
+
+#[inline(always)]
+unsafe fn choose_by<T: Copy>(args: &TileArgs) {
+    // SAFETY: the caller's promise.
+    let to = unsafe { room::<T>(args.to, args.n) };
+    // SAFETY: as above.
+    let (a, b) = unsafe { (elements::<T>(args.b, args.n), elements::<T>(args.c, args.n)) };
+    // SAFETY: as above.
+    let condition = unsafe { elements::<u8>(args.a, args.n) };
+    for (((to, condition), a), b) in to.iter_mut().zip(condition).zip(a).zip(b) {
+        // Both are read, so that it is a choice and no branch.
+        let (a, b) = (*a, *b);
+        to.write(if *condition != 0 { a } else { b });
     }
 }
 
@@ -549,6 +556,21 @@ unsafe fn reduce<T: Number>(op: ReduceOp, args: &TileArgs) {
             ReduceOp::Max => reduce_by(args, T::LEAST, T::larger),
             ReduceOp::Min => reduce_by(args, T::MOST, T::smaller),
         }
+    }
+}
+
+#[inline(always)]
+unsafe fn accumulate<A: Copy + Into<T>, T: Number>(op: ReduceOp, args: &TileArgs) {
+    // SAFETY: the caller's promise; the results were initialised.
+    let to = unsafe { std::slice::from_raw_parts_mut(args.to.cast::<T>(), args.n) };
+    // SAFETY: the caller's promise.
+    let a = unsafe { elements::<A>(args.a, args.n) };
+    let pairs = to.iter_mut().zip(a);
+    match op {
+        ReduceOp::Sum => pairs.for_each(|(to, a)| *to = to.plus((*a).into())),
+        ReduceOp::Prod => pairs.for_each(|(to, a)| *to = to.times((*a).into())),
+        ReduceOp::Max => pairs.for_each(|(to, a)| *to = to.larger((*a).into())),
+        ReduceOp::Min => pairs.for_each(|(to, a)| *to = to.smaller((*a).into())),
     }
 }
 

@@ -9,7 +9,7 @@ use super::run::{Part, Run};
 use super::{Accumulate, CHUNK};
 use crate::dtype::DType;
 use crate::error::ErrorKind;
-use crate::graph::op::{BinaryOp, ReduceOp};
+use crate::graph::op::ReduceOp;
 
 /// Partial results of a long reduction are kept for pieces of this many elements, however many threads there are.
 const PIECE: usize = 64 << 10;
@@ -144,13 +144,12 @@ impl Run<'_> {
                 }
                 for (n, sum) in sums.iter_mut().enumerate() {
                     sum.close_group();
-                    for column in 0..width {
+                    for (column, bits) in sum.totals.iter().enumerate() {
                         let at = row * columns + first + column;
                         if blocks == 1 {
-                            self.write_total(accumulate, n, at, &sum.groups[column]);
+                            self.write_total(accumulate, n, at, &Total::of_bits(accumulate, n, *bits));
                         } else {
-                            partials
-                                .write((block_number * outer * columns + at) * count + n, sum.groups[column].bits());
+                            partials.write((block_number * outer * columns + at) * count + n, *bits);
                         }
                     }
                 }
@@ -223,6 +222,12 @@ impl Total {
             ReduceOp::Min => (f64::INFINITY, i64::MAX),
         };
         Total { op, is_float: dtype.is_float(), float, int }
+    }
+
+    /// The total of the `n`th reduction that these are the bits of.
+    fn of_bits(accumulate: &Accumulate, n: usize, bits: i64) -> Total {
+        let (op, dtype, ..) = accumulate.results[n];
+        Total { float: f64::from_bits(bits.cast_unsigned()), int: bits, ..Total::new(op, dtype) }
     }
 
     fn add(&mut self, class: Class, one: [u8; 8]) {
@@ -300,36 +305,33 @@ impl Total {
     }
 }
 
-/// Reductions of columns that lie together: in groups first, then the groups.
+/// Reductions of columns that lie together: in groups first, then the groups, as widely as totals are.
 struct Columns {
-    op: BinaryOp,
+    op: ReduceOp,
     class: Class,
+    /// The elements of one group, in room for any.
     group: Vec<u64>,
-    groups: Vec<Total>,
+    totals: Vec<i64>,
     rows: usize,
-    width: usize,
 }
 
 impl Columns {
     fn new(op: ReduceOp, dtype: DType, width: usize) -> Columns {
-        let groups = vec![Total::new(op, dtype); width];
-        let op = match op {
-            ReduceOp::Sum => BinaryOp::Add,
-            ReduceOp::Prod => BinaryOp::Mul,
-            ReduceOp::Max => BinaryOp::Max,
-            ReduceOp::Min => BinaryOp::Min,
-        };
-        Columns { op, class: Class::of(dtype), group: vec![0; width], groups, rows: 0, width }
+        let totals = vec![Total::new(op, dtype).bits(); width];
+        Columns { op, class: Class::of(dtype), group: vec![0; width], totals, rows: 0 }
+    }
+
+    fn run(op: TileOp, to: *mut u8, a: *const u8, n: usize) {
+        let args = TileArgs { to, a, b: a, c: a, n, count: 1 };
+        // SAFETY: a row has as many elements as the group and the totals have room for.
+        unsafe { tile::run(op, &args) };
     }
 
     fn add(&mut self, row: *const u8) {
-        let to = self.group.as_mut_ptr().cast::<u8>();
+        let (to, n) = (self.group.as_mut_ptr().cast::<u8>(), self.totals.len());
         // The first row is what the group begins with.
-        let op = if self.rows == 0 { TileOp::Copy(self.class) } else { TileOp::Binary(self.op, self.class) };
-        let from = if self.rows == 0 { [row, row] } else { [to.cast_const(), row] };
-        let args = TileArgs { to, a: from[0], b: from[1], c: from[1], n: self.width, count: 1 };
-        // SAFETY: a row has as many elements as the group has room for.
-        unsafe { tile::run(op, &args) };
+        let op = if self.rows == 0 { TileOp::Copy(self.class) } else { TileOp::Accumulate(self.op, self.class) };
+        Columns::run(op, to, row, n);
         self.rows += 1;
         if self.rows == GROUP_ROWS {
             self.close_group();
@@ -337,19 +339,10 @@ impl Columns {
     }
 
     fn close_group(&mut self) {
-        if self.rows == 0 {
-            return;
+        if self.rows > 0 {
+            let (to, n) = (self.totals.as_mut_ptr().cast::<u8>(), self.totals.len());
+            Columns::run(TileOp::AccumulateWide(self.op, self.class), to, self.group.as_ptr().cast(), n);
+            self.rows = 0;
         }
-        let size = self.class.size();
-        for (column, total) in self.groups.iter_mut().enumerate() {
-            let mut one = [0_u8; 8];
-            // SAFETY: the group has an element for each column.
-            unsafe {
-                let from = self.group.as_ptr().cast::<u8>().add(column * size);
-                one.as_mut_ptr().copy_from_nonoverlapping(from, size);
-            }
-            total.add(self.class, one);
-        }
-        self.rows = 0;
     }
 }

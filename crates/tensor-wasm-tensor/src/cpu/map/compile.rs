@@ -261,18 +261,12 @@ impl<'k> Compile<'k> {
         for (to, operand) in from.iter_mut().zip(operands).skip(1) {
             *to = self.operand(*operand, level);
         }
-        // The result may take the place of an operand of the same size, as it is computed element by element.
-        let is_same_size = operands.iter().all(|operand| self.class(*operand).size() == class.size());
-        if is_same_size {
-            operands.iter().for_each(|operand| self.done_with(*operand));
-        }
+        // A register of its own: the loops rely on it.
         let to = match self.result(n) {
             Some(store) => Source::Result(store),
             None => self.register(level, class.size()),
         };
-        if !is_same_size {
-            operands.iter().for_each(|operand| self.done_with(*operand));
-        }
+        operands.iter().for_each(|operand| self.done_with(*operand));
         self.push(InstructionKind::Tile(op, from), level, to);
         to
     }
