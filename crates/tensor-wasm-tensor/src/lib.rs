@@ -32,4 +32,4 @@ pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
 pub use schedule::Mode;
 pub use shape::{RANK_MAX, Shape};
-pub use tensor::{Axes, Operand, Tensor};
+pub use tensor::{Axes, Convolution, Operand, Tensor, Window};

@@ -12,7 +12,7 @@ use crate::graph::Node;
 use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
 use crate::schedule::Mode;
 use crate::shape::Shape;
-use crate::tensor::Tensor;
+use crate::tensor::{Convolution, Tensor, Window};
 
 /// Elements by their index.
 struct Reference {
@@ -642,6 +642,28 @@ fn gradients_are_slopes() {
         inputs[0].matmul(&inputs[1])
     });
     check_gradient("where", &[x.clone(), y], &|inputs| inputs[0].gt(0).where_(&inputs[0] * &inputs[1], &inputs[1]));
+    let images = random(&[2, 2, 5, 6], -1.0, 1.0);
+    let filters = random(&[4, 1, 3, 2], -1.0, 1.0);
+    let options = Convolution { groups: 2, ..Convolution::new(2, 1) };
+    check_gradient("conv2d", &[images.clone(), filters.clone()], &|inputs| inputs[0].conv2d(&inputs[1], options));
+    let back = random(&[2, 2, 3, 2], -1.0, 1.0);
+    let turned = random(&[2, 3, 2, 3], -1.0, 1.0);
+    check_gradient("conv_transpose2d", &[back, turned], &|inputs| {
+        inputs[0].conv_transpose2d(&inputs[1], Convolution::new(2, 1))
+    });
+    let window = Window { stride: 1, padding: 1, dilation: 1 };
+    check_gradient("max_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].max_pool2d(2, window));
+    check_gradient("avg_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].avg_pool2d(3, window));
+    let keys = random(&[2, 4, 5], -1.0, 1.0);
+    check_gradient("attention", &[z.clone(), keys, z.clone()], &|inputs| {
+        inputs[0].attention(&inputs[1], &inputs[2], true)
+    });
+    let classes = Tensor::from_slice(&[1_i64, 3, 0], &[3]);
+    check_gradient("cross_entropy", std::slice::from_ref(&x), &|inputs| inputs[0].cross_entropy(&classes));
+    let index = Tensor::from_slice(&[2_i64, 0, 2], &[3]);
+    check_gradient("embedding", std::slice::from_ref(&x), &|inputs| inputs[0].embedding(&index));
+    check_gradient("repeat", std::slice::from_ref(&x), &|inputs| inputs[0].repeat(&[2, 3]));
+    check_gradient("dropout", std::slice::from_ref(&x), &|inputs| inputs[0].dropout(0.4, 3));
     // Gradients of gradients.
     check_gradient("a gradient", std::slice::from_ref(&x), &|inputs| {
         let inner = inputs[0].with_grad();

@@ -3,6 +3,7 @@
 
 mod compose;
 mod create;
+mod neural;
 mod operators;
 mod primitive;
 mod views;
@@ -10,6 +11,7 @@ mod views;
 use std::panic::Location;
 use std::sync::Arc;
 
+pub use self::neural::{Convolution, Window};
 pub use self::operators::Operand;
 pub use self::views::Axes;
 use crate::dtype::{DType, Element};

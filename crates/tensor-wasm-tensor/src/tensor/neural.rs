@@ -1,0 +1,535 @@
+//! Layers without parameters of their own: convolutions, pools, norms, attention, losses. All of them are composed, so
+//! their gradients come with what they are composed of.
+
+use std::panic::Location;
+
+use super::{Caller, Tensor};
+use crate::dtype::DType;
+use crate::error::{ErrorKind, TensorError};
+use crate::graph::op::{Movement, Op, ReduceOp};
+use crate::shape::{AxisSet, RANK_MAX, Shape};
+
+/// How a window moves over one axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    pub stride: usize,
+    /// Zeros on each side.
+    pub padding: usize,
+    /// Distance of a window's elements.
+    pub dilation: usize,
+}
+
+impl Default for Window {
+    fn default() -> Window {
+        Window { stride: 1, padding: 0, dilation: 1 }
+    }
+}
+
+/// How a convolution moves over rows and columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Convolution {
+    pub rows: Window,
+    pub columns: Window,
+    /// Channels are divided into so many groups, which know nothing of each other.
+    pub groups: usize,
+}
+
+impl Default for Convolution {
+    fn default() -> Convolution {
+        Convolution::new(1, 0)
+    }
+}
+
+impl Convolution {
+    /// The same stride and padding for rows and columns.
+    pub fn new(stride: usize, padding: usize) -> Convolution {
+        let window = Window { stride, padding, dilation: 1 };
+        Convolution { rows: window, columns: window, groups: 1 }
+    }
+}
+
+fn shape_of(sizes: &[usize], operation: &'static str, at: Caller) -> Result<Shape, TensorError> {
+    let shape = Shape::new(sizes).filter(|shape| shape.checked_numel().is_some());
+    shape.ok_or_else(|| TensorError::new(operation, ErrorKind::TooLarge { shape: sizes.to_vec() }, at))
+}
+
+impl Tensor {
+    /// The sizes of as many axes as it must have.
+    fn sizes<const N: usize>(
+        &self,
+        operation: &'static str,
+        what: &str,
+        at: Caller,
+    ) -> Result<[usize; N], TensorError> {
+        self.check()?;
+        <[usize; N]>::try_from(&self.shape()[..]).map_err(|_| {
+            let what = ErrorKind::WrongShape { found: self.shape().to_vec(), expected: what.to_owned() };
+            TensorError::new(operation, what, at)
+        })
+    }
+
+    /// Windows of `size` elements along an axis; their elements are a new last axis.
+    fn windows(
+        &self,
+        axis: usize,
+        size: usize,
+        window: Window,
+        operation: &'static str,
+        at: Caller,
+    ) -> Result<Tensor, TensorError> {
+        let Window { stride, dilation, .. } = window;
+        let along = self.shape()[axis];
+        let reach = size.checked_sub(1).and_then(|steps| steps.checked_mul(dilation)).and_then(|n| n.checked_add(1));
+        let Some(reach) = reach.filter(|reach| stride > 0 && dilation > 0 && *reach <= along) else {
+            let why = format!(
+                "a window of {size} in steps of {stride}, its elements {dilation} apart, over {along} elements (with padding) of \
+                 shape {}",
+                self.shape()
+            );
+            return Err(TensorError::new(operation, ErrorKind::BadArgument { why }, at));
+        };
+        let mut sizes = self.shape().to_vec();
+        sizes[axis] = (along - reach) / stride + 1;
+        sizes.push(size);
+        Ok(self.moved(Movement::Windows { axis, step: stride, dilation }, shape_of(&sizes, operation, at)?, at))
+    }
+
+    /// The sum of windows, which are the last axis, at their places along an axis of `size`.
+    fn fold(&self, axis: usize, size: usize, window: Window, at: Caller) -> Tensor {
+        let Window { stride, dilation, .. } = window;
+        let mut sizes = self.shape().to_vec();
+        sizes.pop();
+        sizes[axis] = size;
+        let shape = Shape::new(&sizes).unwrap_or(Shape::SCALAR);
+        Tensor::make(Op::Fold { axis, step: stride, dilation, size }, &[self], shape, self.dtype(), at)
+    }
+
+    /// A number on each side of the last two axes.
+    fn padded(&self, value: f64, rows: usize, columns: usize, at: Caller) -> Tensor {
+        if rows == 0 && columns == 0 {
+            return self.clone();
+        }
+        let rank = self.rank();
+        let shape = self.shape();
+        let wide = shape.with(rank - 2, shape[rank - 2] + 2 * rows).with(rank - 1, shape[rank - 1] + 2 * columns);
+        let mut corner = [0; RANK_MAX];
+        (corner[rank - 2], corner[rank - 1]) = (rows, columns);
+        let placed = Tensor::place(&[self], &[corner], wide, at);
+        if value == 0.0 {
+            return placed;
+        }
+        let inside = Tensor::fill(true.into(), shape, DType::Bool, at);
+        let inside = Tensor::place(&[&inside], &[corner], wide, at);
+        Tensor::select(&inside, &placed, &self.scalar_like(value, at), at)
+    }
+
+    /// A convolution of images `[batch, channels, rows, columns]` with filters `[filters, channels / groups, rows,
+    /// columns]`.
+    #[track_caller]
+    pub fn conv2d(&self, filters: &Tensor, options: Convolution) -> Tensor {
+        let at = Location::caller();
+        self.convolution(filters, options, "conv2d", at).unwrap_or_else(Tensor::holding)
+    }
+
+    fn convolution(
+        &self,
+        filters: &Tensor,
+        options: Convolution,
+        operation: &'static str,
+        at: Caller,
+    ) -> Result<Tensor, TensorError> {
+        let [batch, channels, ..] = self.sizes::<4>(operation, "[batch, channels, rows, columns]", at)?;
+        let what = "filters [filters, channels / groups, rows, columns]";
+        let [count, depth, height, width] = filters.sizes(operation, what, at)?;
+        let Convolution { rows, columns, groups } = options;
+        let fits = groups > 0 && channels == depth * groups && count.is_multiple_of(groups);
+        if !fits {
+            let expected = format!("filters of {channels} / {groups} channels, in {groups} groups");
+            let what = ErrorKind::WrongShape { found: filters.shape().to_vec(), expected };
+            return Err(TensorError::new(operation, what, at));
+        }
+        let padded = self.padded(0.0, rows.padding, columns.padding, at);
+        let windows = padded.windows(2, height, rows, operation, at)?.windows(3, width, columns, operation, at)?;
+        let (high, wide) = (windows.shape()[2], windows.shape()[3]);
+        // Every window as a column of a matrix: filters times windows.
+        let order = shape_of(&[batch, channels, height, width, high, wide], operation, at)?;
+        let patches = windows.moved(Movement::Permute([0, 1, 4, 5, 2, 3, 0, 0]), order, at);
+        let patches =
+            patches.reshape_to(shape_of(&[batch, groups, depth * height * width, high * wide], operation, at)?, at);
+        let matrix = shape_of(&[1, groups, count / groups, depth * height * width], operation, at)?;
+        let product = filters.reshape_to(matrix, at).matrix_product(&patches, at);
+        Ok(product.reshape_to(shape_of(&[batch, count, high, wide], operation, at)?, at))
+    }
+
+    /// A convolution of sequences `[batch, channels, length]` with filters `[filters, channels / groups, length]`.
+    #[track_caller]
+    pub fn conv1d(&self, filters: &Tensor, window: Window, groups: usize) -> Tensor {
+        let at = Location::caller();
+        let made = || {
+            self.sizes::<3>("conv1d", "[batch, channels, length]", at)?;
+            filters.sizes::<3>("conv1d", "filters [filters, channels / groups, length]", at)?;
+            let options = Convolution { rows: Window::default(), columns: window, groups };
+            let (rows, filters) = (self.unsqueeze(2), filters.unsqueeze(2));
+            Ok(rows.convolution(&filters, options, "conv1d", at)?.squeeze(2))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// What a convolution does to gradients: images `[batch, channels, rows, columns]` become larger ones. Filters are
+    /// `[channels, filters / groups, rows, columns]`.
+    #[track_caller]
+    pub fn conv_transpose2d(&self, filters: &Tensor, options: Convolution) -> Tensor {
+        let at = Location::caller();
+        let operation = "conv_transpose2d";
+        let made = || {
+            let [batch, channels, high, wide] = self.sizes(operation, "[batch, channels, rows, columns]", at)?;
+            let what = "filters [channels, filters / groups, rows, columns]";
+            let [own, depth, height, width] = filters.sizes(operation, what, at)?;
+            let Convolution { rows, columns, groups } = options;
+            let size = |count: usize, filter: usize, window: Window| {
+                let reach = (count.checked_sub(1)? * window.stride)
+                    .checked_add((filter.checked_sub(1)? * window.dilation) + 1)?;
+                reach.checked_sub(2 * window.padding).filter(|size| *size > 0).map(|size| (reach, size))
+            };
+            let sizes = size(high, height, rows).zip(size(wide, width, columns));
+            let fits = groups > 0
+                && channels == own
+                && channels.is_multiple_of(groups)
+                && rows.stride > 0
+                && columns.stride > 0;
+            let Some(((full_high, new_high), (full_wide, new_wide))) = sizes.filter(|_| fits) else {
+                let expected = format!("filters of {channels} channels in {groups} groups, larger than the padding");
+                let what = ErrorKind::WrongShape { found: filters.shape().to_vec(), expected };
+                return Err(TensorError::new(operation, what, at));
+            };
+            let of = |sizes: &[usize]| shape_of(sizes, operation, at);
+            let each = channels / groups;
+            let images = self.reshape_to(of(&[batch, groups, each, high * wide])?, at);
+            let matrix = filters.reshape_to(of(&[1, groups, each, depth * height * width])?, at).t();
+            let patches = matrix.matrix_product(&images, at);
+            let patches = patches.reshape_to(of(&[batch, groups * depth, height, width, high, wide])?, at);
+            let order = of(&[batch, groups * depth, high, wide, height, width])?;
+            let patches = patches.moved(Movement::Permute([0, 1, 4, 5, 2, 3, 0, 0]), order, at);
+            let whole = patches.fold(3, full_wide, columns, at).fold(2, full_high, rows, at);
+            Ok(whole.narrow(2, rows.padding, new_high).narrow(3, columns.padding, new_wide))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    fn pool(
+        &self,
+        size: usize,
+        window: Window,
+        value: f64,
+        op: ReduceOp,
+        operation: &'static str,
+        at: Caller,
+    ) -> Tensor {
+        let made = || {
+            self.sizes::<4>(operation, "[batch, channels, rows, columns]", at)?;
+            let padded = self.padded(value, window.padding, window.padding, at);
+            let windows = padded.windows(2, size, window, operation, at)?.windows(3, size, window, operation, at)?;
+            let mut last = AxisSet::default();
+            last.insert(4);
+            last.insert(5);
+            Ok(windows.reduce(op, last, at).drop_axes(last, false, at))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// The largest of each window of `size` rows and columns.
+    #[track_caller]
+    pub fn max_pool2d(&self, size: usize, window: Window) -> Tensor {
+        self.pool(size, window, f64::NEG_INFINITY, ReduceOp::Max, "max_pool2d", Location::caller())
+    }
+
+    /// The mean of each window of `size` rows and columns, its padding included.
+    #[track_caller]
+    pub fn avg_pool2d(&self, size: usize, window: Window) -> Tensor {
+        let at = Location::caller();
+        if !self.dtype().is_float() {
+            return self.wrong_dtype("avg_pool2d", "floats", at);
+        }
+        self.pool(size, window, 0.0, ReduceOp::Sum, "avg_pool2d", at) * (1.0 / (size * size) as f64)
+    }
+
+    /// Rows of a table, chosen by indices of any shape.
+    #[track_caller]
+    pub fn embedding(&self, index: &Tensor) -> Tensor {
+        let at = Location::caller();
+        let made = || {
+            let [_, columns] = self.sizes("embedding", "a table [rows, columns]", at)?;
+            index.check()?;
+            let mut sizes = index.shape().to_vec();
+            sizes.push(columns);
+            let flat = index.reshape_to(shape_of(&[index.numel()], "embedding", at)?, at);
+            Ok(self.index_select(0, &flat).reshape_to(shape_of(&sizes, "embedding", at)?, at))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// Sets elements to zero with a probability, and makes up for it in the others.
+    #[track_caller]
+    pub fn dropout(&self, probability: f64, seed: u64) -> Tensor {
+        let at = Location::caller();
+        if let Err(error) = self.check() {
+            return Tensor::holding(error);
+        }
+        if !(0.0..1.0).contains(&probability) {
+            let why = format!("a probability of {probability}; it is at least 0 and less than 1");
+            return Tensor::failed("dropout", ErrorKind::BadArgument { why }, at);
+        }
+        let kept = Tensor::uniform(&self.shape(), seed, DType::F32).ge(probability).cast(self.dtype());
+        self * kept * (1.0 / (1.0 - probability))
+    }
+
+    /// Distances from means in deviations, for each channel of `[batch, channels, …]`; with a scale and a shift.
+    #[track_caller]
+    pub fn batch_norm(&self, mean: &Tensor, variance: &Tensor, scale: &Tensor, shift: &Tensor, epsilon: f64) -> Tensor {
+        let mut sizes = vec![1; self.rank().max(2)];
+        sizes[1] = -1;
+        let of = |tensor: &Tensor| tensor.reshape(&sizes);
+        (self - of(mean)) * ((of(variance) + epsilon).rsqrt() * of(scale)) + of(shift)
+    }
+
+    /// What queries `[…, length, width]` get from values, by how much keys are like them. `causal` hides what comes
+    /// later.
+    #[track_caller]
+    pub fn attention(&self, keys: &Tensor, values: &Tensor, causal: bool) -> Tensor {
+        let at = Location::caller();
+        for tensor in [self, keys, values] {
+            if let Err(error) = tensor.check() {
+                return Tensor::holding(error);
+            }
+        }
+        let (rank, other) = (self.rank(), keys.rank());
+        if rank < 2 || other < 2 || values.rank() < 2 {
+            let expected = "[…, length, width]".to_owned();
+            return Tensor::failed("attention", ErrorKind::WrongShape { found: self.shape().to_vec(), expected }, at);
+        }
+        let scale = 1.0 / (self.shape()[rank - 1] as f64).sqrt();
+        let mut scores = self.matrix_product(&keys.t(), at) * scale;
+        if causal {
+            let (queries, count) = (self.shape()[rank - 2], keys.shape()[other - 2]);
+            let column = Tensor::arange(0, i64::try_from(count).unwrap_or(i64::MAX), 1, DType::I64);
+            let row = Tensor::arange(0, i64::try_from(queries).unwrap_or(i64::MAX), 1, DType::I64).unsqueeze(1);
+            // The last query sees everything.
+            let behind = i64::try_from(count).unwrap_or(i64::MAX) - i64::try_from(queries).unwrap_or(i64::MAX);
+            let seen = column.le(row + behind);
+            scores = Tensor::select(&seen, &scores, &scores.scalar_like(f64::NEG_INFINITY, at), at);
+        }
+        scores.softmax(-1).matrix_product(values, at)
+    }
+
+    /// The mean of squared differences.
+    #[track_caller]
+    pub fn mse_loss(&self, target: &Tensor) -> Tensor {
+        (self - target).square().mean(())
+    }
+
+    /// The mean of `-ln` of the probability of the truth, of logits; targets are 0 to 1.
+    #[track_caller]
+    pub fn binary_cross_entropy(&self, target: &Tensor) -> Tensor {
+        // ln(1 + e^x) - x·t, without overflow.
+        (self.softplus() - self * target).mean(())
+    }
+
+    /// The mean of `-ln` of the probability of the right class, of logits `[batch, classes]`; targets are classes, i64.
+    #[track_caller]
+    pub fn cross_entropy(&self, target: &Tensor) -> Tensor {
+        let at = Location::caller();
+        let made = || {
+            self.sizes::<2>("cross_entropy", "logits [batch, classes]", at)?;
+            target.sizes::<1>("cross_entropy", "targets [batch]", at)?;
+            let right = self.log_softmax(1).gather(1, &target.unsqueeze(1));
+            Ok(-right.mean(()))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// Pieces of a size along an axis; the last may be smaller.
+    #[track_caller]
+    pub fn split(&self, size: usize, axis: isize) -> Vec<Tensor> {
+        let at = Location::caller();
+        match self.axis(axis, "split", at) {
+            Err(error) => vec![Tensor::holding(error)],
+            Ok(_) if size == 0 => {
+                let why = "pieces of no elements".to_owned();
+                vec![Tensor::failed("split", ErrorKind::BadArgument { why }, at)]
+            }
+            Ok(found) => {
+                let along = self.shape()[found];
+                (0..along).step_by(size).map(|start| self.narrow(axis, start, size.min(along - start))).collect()
+            }
+        }
+    }
+
+    /// The whole several times along each axis.
+    #[track_caller]
+    pub fn repeat(&self, times: &[usize]) -> Tensor {
+        let at = Location::caller();
+        let made = || {
+            self.check()?;
+            if times.len() != self.rank() || 2 * self.rank() > RANK_MAX {
+                let why = format!("{} numbers for a tensor of shape {}", times.len(), self.shape());
+                return Err(TensorError::new("repeat", ErrorKind::BadArgument { why }, at));
+            }
+            let shape = self.shape();
+            let pairs = |first: &dyn Fn(usize) -> usize| -> Vec<usize> {
+                (0..shape.rank()).flat_map(|axis| [first(axis), shape[axis]]).collect()
+            };
+            let spread = self.reshape_to(shape_of(&pairs(&|_| 1), "repeat", at)?, at);
+            let spread = spread.expand_to(shape_of(&pairs(&|axis| times[axis]), "repeat", at)?, at);
+            let sizes: Vec<usize> = shape.iter().zip(times).map(|(size, times)| size * times).collect();
+            Ok(spread.reshape_to(shape_of(&sizes, "repeat", at)?, at))
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// The largest elements along an axis, the largest first, and their indices.
+    #[track_caller]
+    pub fn topk(&self, count: usize, axis: isize) -> (Tensor, Tensor) {
+        let index = self.argsort(axis, true).narrow(axis, 0, count);
+        (self.gather(axis, &index), index)
+    }
+
+    /// The axes from one on as one axis.
+    #[track_caller]
+    pub fn flatten(&self, from: usize) -> Tensor {
+        let at = Location::caller();
+        if self.check().is_err() || from >= self.rank() {
+            return self.clone();
+        }
+        let mut sizes = self.shape()[..from].to_vec();
+        sizes.push(self.shape()[from..].iter().product());
+        Shape::new(&sizes).map_or_else(|| self.clone(), |shape| self.reshape_to(shape, at))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A convolution by its definition.
+    fn expected(x: &Tensor, w: &Tensor, options: Convolution) -> Vec<f64> {
+        let (image, filter) = (x.to_f64().unwrap(), w.to_f64().unwrap());
+        let (xs, ws) = (x.shape(), w.shape());
+        let Convolution { rows, columns, groups } = options;
+        let out = |size: usize, filter: usize, window: Window| {
+            (size + 2 * window.padding - (filter - 1) * window.dilation - 1) / window.stride + 1
+        };
+        let (high, wide) = (out(xs[2], ws[2], rows), out(xs[3], ws[3], columns));
+        let (each, depth) = (ws[0] / groups, ws[1]);
+        let mut all = Vec::new();
+        for batch in 0..xs[0] {
+            for f in 0..ws[0] {
+                for r in 0..high {
+                    for c in 0..wide {
+                        let mut sum = 0.0;
+                        for d in 0..depth {
+                            for i in 0..ws[2] {
+                                for j in 0..ws[3] {
+                                    let row = (r * rows.stride + i * rows.dilation).checked_sub(rows.padding);
+                                    let column =
+                                        (c * columns.stride + j * columns.dilation).checked_sub(columns.padding);
+                                    let inside =
+                                        row.zip(column).filter(|(row, column)| *row < xs[2] && *column < xs[3]);
+                                    if let Some((row, column)) = inside {
+                                        let channel = f / each * depth + d;
+                                        let at = ((batch * xs[1] + channel) * xs[2] + row) * xs[3] + column;
+                                        sum += image[at] * filter[((f * depth + d) * ws[2] + i) * ws[3] + j];
+                                    }
+                                }
+                            }
+                        }
+                        all.push(sum);
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn convolutions_are_what_they_are_defined_to_be() {
+        let window = |stride, padding, dilation| Window { stride, padding, dilation };
+        for (rows, columns, groups, channels, filters) in [
+            (window(1, 0, 1), window(1, 0, 1), 1, 3, 4),
+            (window(2, 1, 1), window(1, 2, 1), 1, 2, 3),
+            (window(1, 2, 2), window(2, 0, 3), 2, 4, 6),
+            (window(3, 0, 1), window(1, 1, 2), 4, 4, 4),
+        ] {
+            let x = Tensor::normal(&[2, channels, 9, 10], 1, DType::F64);
+            let w = Tensor::normal(&[filters, channels / groups, 3, 2], 2, DType::F64);
+            let options = Convolution { rows, columns, groups };
+            let (found, expected) = (x.conv2d(&w, options).to_vec::<f64>().unwrap(), expected(&x, &w, options));
+            assert_eq!(found.len(), expected.len());
+            assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-12), "{options:?}");
+            // Transposed, it is what makes ⟨conv(x), y⟩ = ⟨x, transposed(y)⟩, where no element is left over.
+            let y = x.conv2d(&w, options);
+            let back = y.conv_transpose2d(&w, options);
+            let sizes = back.shape();
+            assert!(sizes[2] <= 9 && sizes[3] <= 10, "{sizes}");
+            let padded = back.pad(&[0; 4], &[0, 0, 9 - sizes[2], 10 - sizes[3]]);
+            let (left, right) = ((&y * &y).sum(()), (&x * padded).sum(()));
+            let (left, right) = (left.item::<f64>().unwrap(), right.item::<f64>().unwrap());
+            assert!((left - right).abs() < 1e-9 * left, "{left} and {right}: {options:?}");
+        }
+        let (x, w) = (Tensor::normal(&[2, 4, 20], 1, DType::F64), Tensor::normal(&[6, 2, 5], 2, DType::F64));
+        let found = x.conv1d(&w, window(2, 1, 2), 2);
+        let options = Convolution { rows: Window::default(), columns: window(2, 1, 2), groups: 2 };
+        assert_eq!(found.shape()[..], [2, 6, 7]);
+        let expected = expected(&x.unsqueeze(2), &w.unsqueeze(2), options);
+        assert!(found.to_vec::<f64>().unwrap().iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-12));
+    }
+
+    #[test]
+    fn pools_tables_and_pieces() {
+        let x = Tensor::arange(0, 16, 1, DType::F32).reshape(&[1, 1, 4, 4]);
+        let two = Window { stride: 2, ..Window::default() };
+        assert_eq!(x.max_pool2d(2, two).to_vec::<f32>().unwrap(), [5.0, 7.0, 13.0, 15.0]);
+        assert_eq!(x.avg_pool2d(2, two).to_vec::<f32>().unwrap(), [2.5, 4.5, 10.5, 12.5]);
+        let padded = (-&x - 1.0).max_pool2d(3, Window { stride: 3, padding: 1, dilation: 1 });
+        assert_eq!(padded.to_vec::<f32>().unwrap(), [-1.0, -3.0, -9.0, -11.0]);
+        let table = Tensor::arange(0, 6, 1, DType::F32).reshape(&[3, 2]);
+        let index = Tensor::from_slice(&[2_i64, 0, 0, 1], &[2, 2]);
+        assert_eq!(table.embedding(&index).to_vec::<f32>().unwrap(), [4.0, 5.0, 0.0, 1.0, 0.0, 1.0, 2.0, 3.0]);
+        let pieces = table.split(2, 0);
+        assert_eq!(pieces.iter().map(|piece| piece.shape()[0]).collect::<Vec<_>>(), [2, 1]);
+        assert_eq!(table.repeat(&[1, 2]).to_vec::<f32>().unwrap()[..4], [0.0, 1.0, 0.0, 1.0]);
+        let (values, index) = Tensor::from_slice(&[3.0_f32, 9.0, 1.0, 9.0], &[4]).topk(3, 0);
+        assert_eq!(values.to_vec::<f32>().unwrap(), [9.0, 9.0, 3.0]);
+        assert_eq!(index.to_vec::<i64>().unwrap(), [1, 3, 0]);
+        let kept = Tensor::ones(&[10_000], DType::F32).dropout(0.25, 9);
+        let zeros = kept.eq(0).sum(()).item::<i64>().unwrap();
+        assert!((2_300..2_700).contains(&zeros), "{zeros}");
+        assert!((kept.mean(()).item::<f32>().unwrap() - 1.0).abs() < 0.03);
+        let normal = Tensor::normal(&[8, 3, 5], 4, DType::F64) * 3.0 + 2.0;
+        let of = |value: f64| Tensor::full(&[3], value, DType::F64);
+        let (mean, variance) = (normal.mean([0, 2]), normal.var([0, 2], 0));
+        let normed = normal.batch_norm(&mean, &variance, &of(2.0), &of(1.0), 0.0);
+        assert!((normed.mean([0, 2]) - 1.0).abs().max(()).item::<f64>().unwrap() < 1e-12);
+        assert!((normed.var([0, 2], 0) - 4.0).abs().max(()).item::<f64>().unwrap() < 1e-12);
+    }
+
+    #[test]
+    fn attention_and_losses() {
+        let (q, k) = (Tensor::normal(&[2, 3, 4], 1, DType::F64), Tensor::normal(&[2, 5, 4], 2, DType::F64));
+        let v = Tensor::normal(&[2, 5, 6], 3, DType::F64);
+        let weights = (q.matmul(&k.t()) / 2.0).softmax(-1);
+        let difference = q.attention(&k, &v, false) - weights.matmul(&v);
+        assert!(difference.abs().max(()).item::<f64>().unwrap() < 1e-12);
+        // With a mask, the first of three queries over five keys sees three of them.
+        let first = q.narrow(1, 0, 1).attention(&k.narrow(1, 0, 3), &v.narrow(1, 0, 3), false);
+        let difference = q.attention(&k, &v, true).narrow(1, 0, 1) - first;
+        assert!(difference.abs().max(()).item::<f64>().unwrap() < 1e-12);
+        let logits = Tensor::from_slice(&[1.0_f64, 2.0, 3.0, 1.0, 1.0, 1.0], &[2, 3]);
+        let loss = logits.cross_entropy(&Tensor::from_slice(&[2_i64, 0], &[2])).item::<f64>().unwrap();
+        let truth = (((1.0_f64).exp() + (2.0_f64).exp() + (3.0_f64).exp()).ln() - 3.0 + 3.0_f64.ln()) / 2.0;
+        assert!((loss - truth).abs() < 1e-12, "{loss}");
+        let sure = Tensor::from_slice(&[800.0_f64, -800.0], &[2]);
+        let target = Tensor::from_slice(&[1.0_f64, 0.0], &[2]);
+        assert_eq!(sure.binary_cross_entropy(&target).item::<f64>().unwrap(), 0.0);
+        assert_eq!(sure.mse_loss(&sure).item::<f64>().unwrap(), 0.0);
+    }
+}
