@@ -11,6 +11,7 @@ use crate::graph::Node;
 use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 use crate::tensor::{Caller, Tensor};
+use crate::train;
 
 thread_local! {
     static IS_RECORDING: Cell<bool> = const { Cell::new(true) };
@@ -43,8 +44,7 @@ impl Tensor {
         if !self.dtype().is_float() {
             return self.wrong_dtype("with_grad", "floats", at);
         }
-        let op = Op::Move(Movement::Reshape);
-        Tensor { node: Node::new(op, vec![self.node.clone()], self.shape(), self.dtype(), true, at) }
+        Tensor { node: Node::asked(&self.node, at) }
     }
 
     /// The same elements, through which no gradients flow.
@@ -62,9 +62,17 @@ impl Tensor {
 /// The gradients of a single number with respect to tensors. Nothing is computed yet.
 #[track_caller]
 pub fn grad(of: &Tensor, with_respect_to: &[&Tensor]) -> Result<Vec<Tensor>> {
-    let at = Location::caller();
+    grad_at(of, with_respect_to, "grad", Location::caller())
+}
+
+pub(crate) fn grad_at(
+    of: &Tensor,
+    with_respect_to: &[&Tensor],
+    operation: &'static str,
+    at: Caller,
+) -> Result<Vec<Tensor>> {
     of.check()?;
-    let error = |what| Err(TensorError::new("grad", what, at));
+    let error = |what| Err(TensorError::new(operation, what, at));
     if of.numel() != 1 {
         return error(ErrorKind::NotScalar { shape: of.shape().to_vec() });
     }
@@ -75,6 +83,9 @@ pub fn grad(of: &Tensor, with_respect_to: &[&Tensor]) -> Result<Vec<Tensor>> {
     gradients.insert(of.node.id, Tensor::fill(1.into(), of.shape(), of.dtype(), at));
     for node in reachable(&of.node) {
         let Some(gradient) = gradients.get(&node.id).cloned() else { continue };
+        // Whatever uses it was made later and came before: it is whole.
+        let gradient = train::fire(&node, gradient);
+        gradients.insert(node.id, gradient.clone());
         let recipe = node.state.lock().recipe.clone();
         let Some(recipe) = recipe else { return error(ErrorKind::GraphFreed) };
         let output = Tensor { node: node.clone() };
@@ -95,13 +106,13 @@ pub fn grad(of: &Tensor, with_respect_to: &[&Tensor]) -> Result<Vec<Tensor>> {
     let found = |tensor: &&Tensor| match gradients.get(&tensor.node.id) {
         Some(gradient) => Ok(gradient.clone()),
         None if tensor.requires_grad() => Ok(Tensor::fill(0.into(), tensor.shape(), tensor.dtype(), at)),
-        None => Err(TensorError::new("grad", ErrorKind::NoGradient, at)),
+        None => Err(TensorError::new(operation, ErrorKind::NoGradient, at)),
     };
     with_respect_to.iter().map(found).collect()
 }
 
 /// Everything that gradients flow through, the last made first.
-fn reachable(from: &Arc<Node>) -> Vec<Arc<Node>> {
+pub(crate) fn reachable(from: &Arc<Node>) -> Vec<Arc<Node>> {
     let mut found: HashMap<u64, Arc<Node>> = HashMap::new();
     let mut left = vec![from.clone()];
     while let Some(node) = left.pop() {

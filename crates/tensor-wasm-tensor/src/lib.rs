@@ -25,11 +25,13 @@ mod reference;
 mod schedule;
 mod shape;
 mod tensor;
+mod train;
 
 pub use autograd::{grad, no_grad};
 pub use cpu::{set_threads, threads, used_bytes};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
-pub use schedule::Mode;
+pub use schedule::{Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
+pub use train::{AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, clip_grad_norm, clip_grad_value};

@@ -262,6 +262,10 @@ fn specification(tree: &Tree) -> Vec<String> {
             if !has_test(tree.files.get(&format!("crates/tensor-wasm-jit/tests/{file}")), name) {
                 complaints.push(format!("no test {word}"));
             }
+        } else if let Some(name) = word.strip_prefix("tensors::") {
+            if !has_test(tree.files.get("crates/tensor-wasm-tensor/tests/api.rs"), name) {
+                complaints.push(format!("no test {word}"));
+            }
         } else if let Some((crate_name, rest)) = word
             .split_once("::")
             .filter(|(c, _)| ["exec", "api", "gpu", "jit", "launch", "tensor", "cli", "xtask"].contains(c))

@@ -3,15 +3,16 @@
 pub(crate) mod op;
 
 use std::panic::Location;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use self::op::Op;
+use self::op::{Movement, Op};
 use crate::cpu::memory::CpuBuffer;
 use crate::dtype::DType;
 use crate::shape::{Layout, Shape};
+use crate::train::Gradients;
 
 /// Nodes are numbered as they are made, so inputs have smaller numbers than what is made of them: sorting by number is
 /// sorting topologically.
@@ -26,6 +27,10 @@ pub(crate) struct Node {
     /// Where the user asked for it.
     pub at: &'static Location<'static>,
     pub state: Mutex<NodeState>,
+    /// There once somebody asks for gradients of it, or looks at them.
+    pub gradients: OnceLock<Arc<Gradients>>,
+    /// Whether gradients are asked for, and not only flow through it.
+    pub is_asked: bool,
 }
 
 #[derive(Default)]
@@ -86,7 +91,30 @@ impl Node {
         at: &'static Location<'static>,
     ) -> Arc<Node> {
         let id = NODES.fetch_add(1, Ordering::Relaxed);
-        Arc::new(Node { id, shape, dtype, requires_grad, at, state: Mutex::new(state) })
+        let (state, gradients) = (Mutex::new(state), OnceLock::new());
+        Arc::new(Node { id, shape, dtype, requires_grad, at, state, gradients, is_asked: false })
+    }
+
+    /// The same elements as another node, as something that gradients are asked for.
+    pub(crate) fn asked(of: &Arc<Node>, at: &'static Location<'static>) -> Arc<Node> {
+        let recipe = Recipe { op: Op::Move(Movement::Reshape), inputs: vec![of.clone()] };
+        let state = Mutex::new(NodeState { recipe: Some(recipe), value: None });
+        let id = NODES.fetch_add(1, Ordering::Relaxed);
+        let gradients = OnceLock::from(Arc::new(Gradients::default()));
+        Arc::new(Node {
+            id,
+            shape: of.shape,
+            dtype: of.dtype,
+            requires_grad: true,
+            at,
+            state,
+            gradients,
+            is_asked: true,
+        })
+    }
+
+    pub(crate) fn is_asked(&self) -> bool {
+        self.is_asked
     }
 
     /// Takes in what it was computed to be, and lets go of what only its computing needed.

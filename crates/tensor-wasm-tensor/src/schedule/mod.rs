@@ -7,6 +7,7 @@ pub(crate) mod plan;
 mod snapshot;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -24,6 +25,13 @@ static PLANS: Mutex<Vec<(PlanKey, Arc<CompiledPlan>)>> = Mutex::new(Vec::new());
 
 /// What graphs that are computed by the same plan have in common.
 type PlanKey = Arc<[u64]>;
+
+static MADE: AtomicU64 = AtomicU64::new(0);
+
+/// Plans that were made since the beginning. A loop that does the same in every step makes none after its first.
+pub fn plans_made() -> u64 {
+    MADE.load(Ordering::Relaxed)
+}
 
 /// A plan, and what the device has made of it.
 pub(crate) struct CompiledPlan {
@@ -70,6 +78,7 @@ fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
             return plan;
         }
     }
+    MADE.fetch_add(1, Ordering::Relaxed);
     let plan = Grouping::of(snapshot, mode).plan();
     let kernels = cpu::execute::CpuKernels::compile(&plan);
     let compiled = Arc::new(CompiledPlan { plan, kernels });

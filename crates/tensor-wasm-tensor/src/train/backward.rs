@@ -1,0 +1,107 @@
+//! Going backwards: the gradients of a number, added to what variables have already. Hooks see gradients on the way.
+
+use std::panic::Location;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use crate::autograd;
+use crate::error::{ErrorKind, Result, TensorError};
+use crate::graph::Node;
+use crate::schedule::Mode;
+use crate::tensor::Tensor;
+
+/// What a hook does with a gradient: another one in its place, or nothing.
+type Hook = Arc<dyn Fn(&Tensor) -> Option<Tensor> + Send + Sync>;
+
+/// What a node keeps for gradients, if it keeps anything.
+#[derive(Default)]
+pub(crate) struct Gradients {
+    /// The sum of the gradients so far, of what gradients are asked for.
+    sum: Mutex<Option<Tensor>>,
+    hooks: Mutex<Vec<(u64, Hook)>>,
+}
+
+/// Names a hook, so that it can be taken away again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HookId(u64);
+
+/// Has a node's hooks see its gradient, in the order they were added; what one returns is what the next one sees.
+pub(crate) fn fire(node: &Node, gradient: Tensor) -> Tensor {
+    let Some(gradients) = node.gradients.get() else { return gradient };
+    let hooks: Vec<Hook> = gradients.hooks.lock().iter().map(|(_, hook)| hook.clone()).collect();
+    hooks.into_iter().fold(gradient, |gradient, hook| hook(&gradient).unwrap_or(gradient))
+}
+
+impl Tensor {
+    /// Computes a single number and its gradients with respect to everything that asks for them, in one plan, and adds
+    /// them to what is there. The graph is freed: what was computed keeps its value, but not how.
+    #[track_caller]
+    pub fn backward(&self) -> Result<()> {
+        let at = Location::caller();
+        self.check()?;
+        if self.node.requires_grad && self.node.state.lock().recipe.is_none() {
+            return Err(TensorError::new("backward", ErrorKind::GraphFreed, at));
+        }
+        let nodes = autograd::reachable(&self.node);
+        let asked: Vec<Tensor> =
+            nodes.iter().filter(|node| node.is_asked()).map(|node| Tensor { node: node.clone() }).collect();
+        let new = autograd::grad_at(self, &asked.iter().collect::<Vec<_>>(), "backward", at)?;
+        let sums: Vec<Tensor> = asked
+            .iter()
+            .zip(new)
+            .map(|(asked, new)| {
+                let known = asked.grad();
+                autograd::no_grad(|| known.map_or_else(|| new.detach(), |known| known + new.detach()))
+            })
+            .collect();
+        let all: Vec<&Tensor> = sums.iter().chain([self]).collect();
+        Tensor::realize_all(&all, Mode::Fused)?;
+        for (asked, sum) in asked.iter().zip(sums) {
+            if let Some(gradients) = asked.node.gradients.get() {
+                *gradients.sum.lock() = Some(sum);
+            }
+        }
+        // What nobody else holds goes with the recipes that referred to it.
+        for node in nodes.iter().filter(|node| !node.is_asked()) {
+            let mut state = node.state.lock();
+            let gone = if state.value.is_some() { state.recipe.take() } else { None };
+            drop(state);
+            drop(gone);
+        }
+        Ok(())
+    }
+
+    /// The sum of the gradients that going backwards found, if it did.
+    pub fn grad(&self) -> Option<Tensor> {
+        self.node.gradients.get()?.sum.lock().clone()
+    }
+
+    /// Forgets the gradients.
+    pub fn zero_grad(&self) {
+        self.set_grad(None);
+    }
+
+    /// Puts another gradient in the place of what was found.
+    pub fn set_grad(&self, gradient: Option<Tensor>) {
+        if let Some(gradients) = self.node.gradients.get() {
+            *gradients.sum.lock() = gradient;
+        }
+    }
+
+    /// Calls `hook` each time going backwards has the whole gradient of this tensor: once, before it is used any
+    /// further. What the hook returns takes its place.
+    pub fn register_hook(&self, hook: impl Fn(&Tensor) -> Option<Tensor> + Send + Sync + 'static) -> HookId {
+        static HOOKS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+        let id = HOOKS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let gradients = self.node.gradients.get_or_init(Arc::default);
+        gradients.hooks.lock().push((id, Arc::new(hook)));
+        HookId(id)
+    }
+
+    pub fn remove_hook(&self, id: HookId) {
+        if let Some(gradients) = self.node.gradients.get() {
+            gradients.hooks.lock().retain(|(own, _)| *own != id.0);
+        }
+    }
+}

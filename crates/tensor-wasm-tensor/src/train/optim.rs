@@ -1,0 +1,292 @@
+//! Optimizers. A step is one plan over all variables: new values and new state are computed together. Learning rates
+//! and counts of steps are parameters of that plan, so the second step finds it made.
+
+use std::panic::Location;
+
+use super::Variable;
+use crate::autograd::no_grad;
+use crate::error::{ErrorKind, Result, TensorError};
+use crate::schedule::Mode;
+use crate::tensor::Tensor;
+
+/// Makes variables better, by their gradients.
+pub trait Optimizer {
+    /// One step. Variables without a gradient stay as they are; gradients are forgotten.
+    fn step(&mut self) -> Result<()>;
+
+    fn learning_rate(&self) -> f64;
+
+    fn set_learning_rate(&mut self, rate: f64);
+
+    /// What it remembers of each variable, by name and number, for [`Optimizer::load_state`].
+    fn state(&self) -> Vec<(String, Tensor)>;
+
+    /// Takes back what [`Optimizer::state`] gave.
+    fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()>;
+}
+
+/// Variables, and tensors that are remembered of each.
+struct Memory {
+    variables: Vec<Variable>,
+    names: &'static [&'static str],
+    /// For each variable, as many as there are names, once it was stepped.
+    kept: Vec<Option<Vec<Tensor>>>,
+    steps: i64,
+}
+
+impl Memory {
+    fn new(variables: &[Variable], names: &'static [&'static str]) -> Memory {
+        Memory { variables: variables.to_vec(), names, kept: vec![None; variables.len()], steps: 0 }
+    }
+
+    /// One step: `update` makes the new value and what is remembered from the old value, its gradient, and what was
+    /// remembered.
+    fn step(&mut self, update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> (Tensor, Vec<Tensor>)) -> Result<()> {
+        let mut made: Vec<(usize, Tensor, Vec<Tensor>)> = Vec::new();
+        no_grad(|| {
+            for (n, variable) in self.variables.iter().enumerate() {
+                let value = variable.get();
+                let Some(gradient) = value.grad() else { continue };
+                let zeros = || self.names.iter().map(|_| Tensor::zeros(&value.shape(), value.dtype())).collect();
+                let kept = self.kept[n].clone().unwrap_or_else(zeros);
+                let (new, kept) = update(&value.detach(), &gradient, &kept);
+                made.push((n, new, kept));
+            }
+        });
+        let all: Vec<&Tensor> = made.iter().flat_map(|(_, new, kept)| kept.iter().chain([new])).collect();
+        Tensor::realize_all(&all, Mode::Fused)?;
+        for (n, new, kept) in made {
+            self.variables[n].set(&new);
+            self.kept[n] = Some(kept);
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> Vec<(String, Tensor)> {
+        let mut all = vec![("steps".to_owned(), Tensor::scalar(self.steps, crate::dtype::DType::I64))];
+        for (n, kept) in self.kept.iter().enumerate() {
+            for (name, tensor) in self.names.iter().zip(kept.iter().flatten()) {
+                all.push((format!("{n}.{name}"), tensor.clone()));
+            }
+        }
+        all
+    }
+
+    #[track_caller]
+    fn load(&mut self, state: &[(String, Tensor)]) -> Result<()> {
+        let at = Location::caller();
+        let wrong = |why: String| Err(TensorError::new("load_state", ErrorKind::BadArgument { why }, at));
+        let find = |name: &str| state.iter().find(|(own, _)| own == name).map(|(_, tensor)| tensor);
+        let Some(steps) = find("steps") else { return wrong("there is no \"steps\"".to_owned()) };
+        let steps = steps.item::<i64>()?;
+        let mut all = Vec::new();
+        for (n, variable) in self.variables.iter().enumerate() {
+            let found: Option<Vec<Tensor>> =
+                self.names.iter().map(|name| find(&format!("{n}.{name}")).cloned()).collect();
+            let shape = variable.get().shape();
+            if let Some(other) = found.iter().flatten().find(|tensor| tensor.shape() != shape) {
+                return wrong(format!(
+                    "variable {n} has shape {shape}, and what is remembered of it {}",
+                    other.shape()
+                ));
+            }
+            all.push(found.filter(|found| !found.is_empty()));
+        }
+        (self.kept, self.steps) = (all, steps);
+        Ok(())
+    }
+}
+
+/// What all optimizers do alike.
+macro_rules! optimizer {
+    ($name:ident, $step:expr) => {
+        impl Optimizer for $name {
+            fn step(&mut self) -> Result<()> {
+                let step: fn(&mut $name) -> Result<()> = $step;
+                self.memory.steps += 1;
+                step(self)
+            }
+
+            fn learning_rate(&self) -> f64 {
+                self.learning_rate
+            }
+
+            fn set_learning_rate(&mut self, rate: f64) {
+                self.learning_rate = rate;
+            }
+
+            fn state(&self) -> Vec<(String, Tensor)> {
+                self.memory.state()
+            }
+
+            #[track_caller]
+            fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
+                self.memory.load(state)
+            }
+        }
+    };
+}
+
+/// Against the gradient, with momentum if asked for.
+pub struct Sgd {
+    pub learning_rate: f64,
+    pub momentum: f64,
+    pub nesterov: bool,
+    /// Added to the gradient, as a part of the value.
+    pub weight_decay: f64,
+    memory: Memory,
+}
+
+impl Sgd {
+    pub fn new(variables: &[Variable], learning_rate: f64) -> Sgd {
+        Sgd { learning_rate, momentum: 0.0, nesterov: false, weight_decay: 0.0, memory: Memory::new(variables, &[]) }
+    }
+
+    pub fn with_momentum(variables: &[Variable], learning_rate: f64, momentum: f64, nesterov: bool) -> Sgd {
+        let memory = Memory::new(variables, &["velocity"]);
+        Sgd { learning_rate, momentum, nesterov, weight_decay: 0.0, memory }
+    }
+}
+
+/// The gradient, and a part of the value if weights are to decay.
+fn decayed(gradient: &Tensor, value: &Tensor, decay: f64) -> Tensor {
+    if decay == 0.0 { gradient.clone() } else { gradient + value * decay }
+}
+
+optimizer!(Sgd, |own| {
+    let Sgd { learning_rate: rate, momentum, nesterov, weight_decay, .. } = *own;
+    own.memory.step(|value, gradient, kept| {
+        let gradient = decayed(gradient, value, weight_decay);
+        let Some(velocity) = kept.first() else { return (value - gradient * rate, Vec::new()) };
+        let velocity = velocity * momentum + &gradient;
+        let direction = if nesterov { gradient + &velocity * momentum } else { velocity.clone() };
+        (value - direction * rate, vec![velocity])
+    })
+});
+
+/// Means of gradients and of their squares, corrected for their beginning.
+pub struct Adam {
+    pub learning_rate: f64,
+    pub betas: (f64, f64),
+    pub epsilon: f64,
+    /// Added to the gradient, as a part of the value.
+    pub weight_decay: f64,
+    memory: Memory,
+}
+
+impl Adam {
+    pub fn new(variables: &[Variable], learning_rate: f64) -> Adam {
+        let memory = Memory::new(variables, &["mean", "square"]);
+        Adam { learning_rate, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.0, memory }
+    }
+}
+
+/// The new means, and the step they make.
+fn adam(gradient: &Tensor, kept: &[Tensor], betas: (f64, f64), epsilon: f64, steps: i64) -> (Tensor, Vec<Tensor>) {
+    let power = i32::try_from(steps).unwrap_or(i32::MAX);
+    let mean = &kept[0] * betas.0 + gradient * (1.0 - betas.0);
+    let square = &kept[1] * betas.1 + gradient * gradient * (1.0 - betas.1);
+    let root = (&square * (1.0 / (1.0 - betas.1.powi(power)))).sqrt() + epsilon;
+    (&mean * (1.0 / (1.0 - betas.0.powi(power))) / root, vec![mean, square])
+}
+
+optimizer!(Adam, |own| {
+    let Adam { learning_rate: rate, betas, epsilon, weight_decay, .. } = *own;
+    let steps = own.memory.steps;
+    own.memory.step(|value, gradient, kept| {
+        let (direction, kept) = adam(&decayed(gradient, value, weight_decay), kept, betas, epsilon, steps);
+        (value - direction * rate, kept)
+    })
+});
+
+/// [`Adam`], with weights that decay by themselves.
+pub struct AdamW {
+    pub learning_rate: f64,
+    pub betas: (f64, f64),
+    pub epsilon: f64,
+    pub weight_decay: f64,
+    memory: Memory,
+}
+
+impl AdamW {
+    pub fn new(variables: &[Variable], learning_rate: f64) -> AdamW {
+        let memory = Memory::new(variables, &["mean", "square"]);
+        AdamW { learning_rate, betas: (0.9, 0.999), epsilon: 1e-8, weight_decay: 0.01, memory }
+    }
+}
+
+optimizer!(AdamW, |own| {
+    let AdamW { learning_rate: rate, betas, epsilon, weight_decay, .. } = *own;
+    let steps = own.memory.steps;
+    own.memory.step(|value, gradient, kept| {
+        let (direction, kept) = adam(gradient, kept, betas, epsilon, steps);
+        (value * (1.0 - rate * weight_decay) - direction * rate, kept)
+    })
+});
+
+/// By the root of the sum of all squares so far.
+pub struct AdaGrad {
+    pub learning_rate: f64,
+    pub epsilon: f64,
+    memory: Memory,
+}
+
+impl AdaGrad {
+    pub fn new(variables: &[Variable], learning_rate: f64) -> AdaGrad {
+        AdaGrad { learning_rate, epsilon: 1e-10, memory: Memory::new(variables, &["sum"]) }
+    }
+}
+
+optimizer!(AdaGrad, |own| {
+    let AdaGrad { learning_rate: rate, epsilon, .. } = *own;
+    own.memory.step(|value, gradient, kept| {
+        let sum = &kept[0] + gradient * gradient;
+        (value - gradient * rate / (sum.sqrt() + epsilon), vec![sum])
+    })
+});
+
+/// By the root of a running mean of squares.
+pub struct RmsProp {
+    pub learning_rate: f64,
+    pub alpha: f64,
+    pub epsilon: f64,
+    memory: Memory,
+}
+
+impl RmsProp {
+    pub fn new(variables: &[Variable], learning_rate: f64) -> RmsProp {
+        RmsProp { learning_rate, alpha: 0.99, epsilon: 1e-8, memory: Memory::new(variables, &["square"]) }
+    }
+}
+
+optimizer!(RmsProp, |own| {
+    let RmsProp { learning_rate: rate, alpha, epsilon, .. } = *own;
+    own.memory.step(|value, gradient, kept| {
+        let square = &kept[0] * alpha + gradient * gradient * (1.0 - alpha);
+        (value - gradient * rate / (square.sqrt() + epsilon), vec![square])
+    })
+});
+
+/// Makes all gradients together no longer than `most`. Returns how long they were.
+pub fn clip_grad_norm(variables: &[Variable], most: f64) -> Result<f64> {
+    let tensors: Vec<Tensor> = variables.iter().map(Variable::get).filter(|tensor| tensor.grad().is_some()).collect();
+    let squares = tensors.iter().filter_map(Tensor::grad).map(|gradient| gradient.square().sum(()));
+    let squares: Vec<Tensor> = squares.collect();
+    Tensor::realize_all(&squares.iter().collect::<Vec<_>>(), Mode::Fused)?;
+    let mut sum = 0.0;
+    for square in &squares {
+        sum += square.to_f64()?.iter().sum::<f64>();
+    }
+    let norm = sum.sqrt();
+    if norm > most {
+        tensors.iter().for_each(|tensor| tensor.set_grad(tensor.grad().map(|gradient| gradient * (most / norm))));
+    }
+    Ok(norm)
+}
+
+/// Makes no element of a gradient larger than `most`.
+pub fn clip_grad_value(variables: &[Variable], most: f64) {
+    for tensor in variables.iter().map(Variable::get) {
+        tensor.set_grad(tensor.grad().map(|gradient| gradient.clip(-most, most)));
+    }
+}
