@@ -143,7 +143,7 @@ fn crates_keep_their_boundaries() {
     let check: Check = manifests::boundaries;
     assert_one(check, &[(launch, "[dependencies]\nwasmtime-wasi.workspace = true\n")], "wasmtime-wasi is not for this");
     assert_none(check, &[(launch, "[dependencies]\nblake3 = \"1\"\n[dev-dependencies]\nwasmtime = \"1\"\n")]);
-    assert_eq!(manifests::boundaries(&tree(&[])).len(), 5, "manifests that are not there");
+    assert_eq!(manifests::boundaries(&tree(&[])).len(), 6, "manifests that are not there");
 }
 
 #[test]
@@ -158,6 +158,7 @@ fn promises_are_held_by_tests_that_exist() {
     assert_one(specification, &[("SPECIFICATION.md", &row("`bench-results/a.json#x`"))], "no result");
     assert_one(specification, &[("SPECIFICATION.md", &row("`conformance::x`"))], "no case");
     assert_one(specification, &[("SPECIFICATION.md", &row("`kernels::x`"))], "no test kernels::x");
+    assert_one(specification, &[("SPECIFICATION.md", &row("`tensors::x`"))], "no test tensors::x");
 }
 
 #[test]
