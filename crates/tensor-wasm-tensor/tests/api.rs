@@ -141,6 +141,17 @@ fn operators_methods_and_modes_agree() {
     let eager = x.mul(2.0).add(&y).tanh().div(x.exp().add(1.0));
     Tensor::realize_all(&[&eager], Mode::Eager).unwrap();
     assert_eq!(fused.to_vec::<f32>().unwrap(), eager.to_vec::<f32>().unwrap());
+    // What lies the other way round is read in blocks.
+    let (high, wide) = (131, 77);
+    let z = Tensor::uniform(&[3, wide, high], 8, DType::F32);
+    let elements = z.to_vec::<f32>().unwrap();
+    let turned = (z.t() * 2.0 + z.transpose(0, 2).transpose(0, 1).permute(&[2, 1, 0])).to_vec::<f32>().unwrap();
+    for batch in 0..3 {
+        for (row, column) in (0..high).flat_map(|row| (0..wide).map(move |column| (row, column))) {
+            let at = elements[(batch * wide + column) * high + row];
+            assert_eq!(turned[(batch * high + row) * wide + column], at * 2.0 + at);
+        }
+    }
     // Seeds make the same numbers, whatever is made of them.
     let again = Tensor::normal(&[50, 40], 3, DType::F32).reshape(&[40, 50]).t().t().reshape(&[-1]);
     assert_eq!(again.to_vec::<f32>().unwrap(), x.to_vec::<f32>().unwrap());

@@ -13,8 +13,9 @@ use super::math::Float;
 use crate::dtype::DType;
 use crate::graph::op::{BinaryOp, ReduceOp, UnaryOp};
 
-/// Elements that are loaded at once: two of the widest vectors of single precision.
-const LANES: usize = 32;
+/// Sums that are kept side by side: four of the widest vectors, as many as hide the latency of an addition. With half
+/// of them the compiler unrolls the loop over lanes before it makes vectors of it, and sums take twice as long.
+const LANES: usize = 64;
 
 /// What elements are computed as. Half precision is computed in single precision, truth in bytes of 0 and 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,7 @@
 //! A graph as it is at one moment, and its key: graphs that have the same are computed by the same plan.
 
 use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use crate::error::{ErrorKind, TensorError};
@@ -28,6 +29,26 @@ pub(super) struct SnapshotNode {
     pub number: usize,
 }
 
+/// By the numbers of nodes, which are different and need no more than to be spread.
+type ById<T> = HashMap<u64, T, BuildHasherDefault<IdHasher>>;
+
+#[derive(Default)]
+struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
+    }
+
+    fn write_u64(&mut self, id: u64) {
+        self.0 = (self.0 ^ id).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    }
+}
+
 /// A node with how it is computed, from which others, or what it is.
 type Found = (Arc<Node>, Op, Vec<u64>, Option<Value>);
 
@@ -35,7 +56,7 @@ impl Snapshot {
     pub(super) fn take(asked: &[Arc<Node>]) -> Result<Snapshot, TensorError> {
         let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
         let missing: Vec<u64> = left.iter().map(|node| node.id).collect();
-        let mut found: HashMap<u64, Found> = HashMap::new();
+        let mut found: ById<Found> = ById::default();
         while let Some(node) = left.pop() {
             if found.contains_key(&node.id) {
                 continue;
@@ -57,7 +78,7 @@ impl Snapshot {
         }
         let mut sorted: Vec<_> = found.into_values().collect();
         sorted.sort_unstable_by_key(|(node, ..)| node.id);
-        let position: HashMap<u64, usize> = sorted.iter().enumerate().map(|(at, (node, ..))| (node.id, at)).collect();
+        let position: ById<usize> = sorted.iter().enumerate().map(|(at, (node, ..))| (node.id, at)).collect();
         let (mut nodes, mut leaves, mut parameters) = (Vec::with_capacity(sorted.len()), Vec::new(), Vec::new());
         let mut key = Vec::with_capacity(8 * sorted.len());
         for (node, op, inputs, value) in sorted {

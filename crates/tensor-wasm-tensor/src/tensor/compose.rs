@@ -257,8 +257,9 @@ impl Tensor {
         match self.axis_set(&axis, "softmax", at) {
             Ok(set) => {
                 let powers = (self - self.reduce(ReduceOp::Max, set, at).detach()).exp();
-                let sum = powers.reduce(ReduceOp::Sum, set, at);
-                powers / sum
+                // One division a row, not one an element.
+                let part = powers.reduce(ReduceOp::Sum, set, at).unary(UnaryOp::Recip, at);
+                powers * part
             }
             Err(error) => Tensor::holding(error),
         }

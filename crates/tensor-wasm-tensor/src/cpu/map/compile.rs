@@ -7,6 +7,9 @@ use super::{
 use crate::dtype::DType;
 use crate::schedule::plan::{BufferView, Level, MapKernel, ValueKind};
 
+/// Elements from which on it matters how a matrix is walked through.
+const BLOCKS_MIN: usize = 4096;
+
 /// Makes a program from a kernel.
 pub(super) struct Compile<'k> {
     kernel: &'k MapKernel,
@@ -62,6 +65,17 @@ impl<'k> Compile<'k> {
         let space = kernel.space;
         let has_rows = kernel.values.iter().any(|value| matches!(value.kind, ValueKind::Reduce(..)));
         if !has_rows {
+            let columns = space.last().copied().unwrap_or(1).max(1);
+            let rows = space.numel() / columns;
+            let is_turned = |view: &BufferView| {
+                let strides = view.layout.strides();
+                let inner = strides.last().map_or(0, |stride| stride.unsigned_abs());
+                inner > 1 && strides.iter().zip(space.iter()).any(|(stride, size)| stride.abs() == 1 && *size > 1)
+            };
+            let is_large = rows > 1 && columns > 1 && space.numel() >= BLOCKS_MIN;
+            if is_large && kernel.loads.iter().any(is_turned) {
+                return Strategy::Blocks { rows, columns };
+            }
             return Strategy::Linear { count: space.numel() };
         }
         // What is reduced is used again, or the scheduler would not have put rows into one kernel.

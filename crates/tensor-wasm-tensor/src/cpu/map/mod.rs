@@ -50,6 +50,9 @@ type Register = usize;
 enum Strategy {
     /// Piece by piece.
     Linear { count: usize },
+    /// The same in blocks of rows and columns: something that is read lies the other way round, and the cache lines
+    /// that one row touches are used by the next.
+    Blocks { rows: usize, columns: usize },
     /// Whole rows, some at a time: what is reduced from a row is used on it.
     Rows { rows: usize, inner: usize },
     /// Everything reduced is a result.
@@ -171,6 +174,7 @@ impl MapProgram {
         let run = Run { program: self, loads, results, sizes, parameters, is_defined: &is_defined };
         match &self.strategy {
             Strategy::Linear { count } => run.linear(*count),
+            Strategy::Blocks { rows, columns } => run.blocks(*rows, *columns),
             Strategy::Rows { rows, inner } => run.rows(*rows, *inner),
             Strategy::Accumulate(accumulate) => run.accumulate(accumulate)?,
         }

@@ -12,6 +12,11 @@ use crate::dtype::DType;
 use crate::random;
 use crate::schedule::plan::{Level, Parameter};
 
+/// Rows and columns of a block: as many rows as a cache line has elements of single precision, and as many columns as
+/// such lines stay in the first-level cache.
+const BLOCK_ROWS: usize = 16;
+const BLOCK_COLUMNS: usize = 256;
+
 /// One run of a program.
 pub(super) struct Run<'r> {
     pub(super) program: &'r MapProgram,
@@ -69,6 +74,22 @@ impl Run<'_> {
         } else {
             parallel(count.div_ceil(chunk), &work)
         }
+    }
+
+    pub(super) fn blocks(&self, rows: usize, columns: usize) {
+        let tile = self.program.tile(columns.min(BLOCK_COLUMNS));
+        let bands = rows.div_ceil(BLOCK_ROWS);
+        let work = |band: usize| {
+            self.with_tiles(tile, 1, |tiles| {
+                for column in (0..columns).step_by(tile) {
+                    for row in band * BLOCK_ROWS..((band + 1) * BLOCK_ROWS).min(rows) {
+                        let (start, count) = (row * columns + column, tile.min(columns - column));
+                        self.part(tiles, Part { start, count, first_row: 0, rows: 0 });
+                    }
+                }
+            });
+        };
+        if rows * columns < 2 * CHUNK { (0..bands).for_each(work) } else { parallel(bands, &work) }
     }
 
     pub(super) fn rows(&self, rows: usize, inner: usize) {
