@@ -85,6 +85,11 @@ pub(crate) fn grad_at(
         let Some(gradient) = gradients.get(&node.id).cloned() else { continue };
         // Whatever uses it was made later and came before: it is whole.
         let gradient = train::fire(&node, gradient);
+        gradient.check()?;
+        if (gradient.shape(), gradient.dtype()) != (node.shape, node.dtype) {
+            let expected = format!("a gradient of shape {} of {}", node.shape, node.dtype);
+            return error(ErrorKind::WrongShape { found: gradient.shape().to_vec(), expected });
+        }
         gradients.insert(node.id, gradient.clone());
         let recipe = node.state.lock().recipe.clone();
         let Some(recipe) = recipe else { return error(ErrorKind::GraphFreed) };

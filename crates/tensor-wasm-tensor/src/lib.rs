@@ -19,6 +19,7 @@ mod cpu;
 mod dtype;
 mod error;
 mod graph;
+pub mod nn;
 mod random;
 #[cfg(test)]
 mod reference;

@@ -353,6 +353,16 @@ impl Generator {
     fn leaf(&mut self, dtype: DType) -> Tensor {
         let shape = self.shape();
         let count: usize = shape.iter().product();
+        // Some are made from nothing, and stored only if somebody needs a buffer.
+        match self.rng.random_range(0..8) {
+            0 if dtype.is_float() => return Tensor::uniform(&shape, self.rng.random(), dtype),
+            1 => return Tensor::full(&shape, self.rng.random_range(-2..3), dtype),
+            2 => {
+                let sizes: Vec<isize> = shape.iter().map(|size| size.cast_signed()).collect();
+                return Tensor::arange(0, i64::try_from(count).unwrap(), 1, dtype).reshape(&sizes);
+            }
+            _ => {}
+        }
         let elements: Vec<f64> = (0..count).map(|_| (self.rng.random_range(-400..400) as f64) / 128.0).collect();
         match dtype {
             DType::F64 => Tensor::from_vec(elements, &shape),
@@ -497,7 +507,7 @@ fn try_graphs(seeds: std::ops::Range<u64>) {
         }
         let count = generator.made.len();
         let outputs: Vec<Tensor> =
-            (0..3).map(|_| generator.made[generator.rng.random_range(count / 2..count)].clone()).collect();
+            (0..3).map(|n| generator.made[generator.rng.random_range(n * count / 4..count)].clone()).collect();
         let wanted: Vec<Vec<f64>> = outputs.iter().map(expected).collect();
         let described: Vec<String> = outputs.iter().map(described).collect();
         let mode = if generator.rng.random_ratio(1, 4) { Mode::Eager } else { Mode::Fused };

@@ -176,7 +176,8 @@ impl Layout {
     pub(crate) fn slice(&self, axis: usize, start: usize, step: isize, len: usize) -> Layout {
         let stride = self.strides[axis];
         let mut sliced = Layout { shape: self.shape.with(axis, len), ..*self };
-        sliced.strides[axis] = stride * step;
+        // Along an axis of one element the stride is never used, however large.
+        sliced.strides[axis] = stride.wrapping_mul(step);
         if len > 0 {
             sliced.offset += signed(start) * stride;
         }
@@ -198,8 +199,8 @@ impl Layout {
         sizes[..rank].copy_from_slice(&self.shape);
         sizes[axis] = count;
         let mut strides = self.strides;
-        strides[rank] = strides[axis] * signed(dilation);
-        strides[axis] *= signed(step);
+        strides[rank] = strides[axis].wrapping_mul(signed(dilation));
+        strides[axis] = strides[axis].wrapping_mul(signed(step));
         Some(Layout { shape: Shape::new(&sizes[..=rank])?, strides, offset: self.offset })
     }
 

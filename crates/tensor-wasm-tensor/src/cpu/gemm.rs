@@ -363,7 +363,7 @@ pub(super) fn multiply<T: Multiply>(product: &Product<T>) -> Result<(), ErrorKin
     let depth = DEPTH.min(k);
     let width = WIDTH.min(n).next_multiple_of(tile.columns);
     // With few rows, packing the right matrix costs more than reading it as it lies.
-    let is_packed = product.right.column != 1 || m > UNPACKED_ROWS_MAX;
+    let is_packed = product.right.column != 1 || product.right.row < 0 || m > UNPACKED_ROWS_MAX;
     let right = allocate(if is_packed { width * depth } else { tile.columns * depth } + SLACK)?;
     let is_shared = m * n * k >= 2 * WORK_MIN && threads() > 1;
     // As many rows in each sliver, and enough blocks of slivers for everybody, none larger than fits.

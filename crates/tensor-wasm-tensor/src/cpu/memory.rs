@@ -69,6 +69,21 @@ enum Owner {
     Other(#[expect(dead_code, reason = "held for its end")] Box<dyn Send + Sync>),
 }
 
+/// What was a vector, by the pointer that everybody reads it through.
+struct RawElements<T>(*mut [T]);
+
+// SAFETY: it is read by many, and freed by the last.
+unsafe impl<T: Send> Send for RawElements<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for RawElements<T> {}
+
+impl<T> Drop for RawElements<T> {
+    fn drop(&mut self) {
+        // SAFETY: it was a box, and nobody reads it any more.
+        drop(unsafe { Box::from_raw(self.0) });
+    }
+}
+
 // SAFETY: a buffer is written by its maker, who waits for the threads that help, and only read once others have it.
 unsafe impl Send for CpuBuffer {}
 // SAFETY: as above.
@@ -101,9 +116,9 @@ impl CpuBuffer {
     /// Takes over a vector without a copy.
     pub(crate) fn of_vec<T: Element>(elements: Vec<T>) -> CpuBuffer {
         let bytes = size_of_val(elements.as_slice());
-        let elements = elements.into_boxed_slice();
-        let start = NonNull::new(elements.as_ptr().cast_mut().cast()).unwrap_or(NonNull::<u64>::dangling().cast());
-        CpuBuffer { start, bytes, owner: Owner::Other(Box::new(elements)) }
+        let elements = Box::into_raw(elements.into_boxed_slice());
+        let start = NonNull::new(elements.cast::<u8>()).unwrap_or(NonNull::<u64>::dangling().cast());
+        CpuBuffer { start, bytes, owner: Owner::Other(Box::new(RawElements(elements))) }
     }
 
     pub(crate) fn of_slice<T: Element>(elements: &[T]) -> Option<CpuBuffer> {

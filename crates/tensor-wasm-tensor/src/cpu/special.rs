@@ -160,6 +160,9 @@ fn index_of(number: usize) -> i64 {
 /// Lines along an axis: calls with the number of each line's first element in the result, and its position in the
 /// input.
 fn each_line(shape: &Shape, axis: usize, layout: &Layout, work: &(dyn Fn(usize, usize) + Sync)) {
+    if shape.numel() == 0 || layout.shape.numel() == 0 {
+        return;
+    }
     let inner: usize = shape[axis + 1..].iter().product();
     let lines: usize = shape[..axis].iter().product::<usize>() * inner;
     let chunk = (CHUNK / shape[axis].max(1)).max(1);

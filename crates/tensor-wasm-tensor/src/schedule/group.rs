@@ -165,7 +165,14 @@ impl<'s> Grouping<'s> {
         group
     }
 
+    /// The group that one who uses a node has to join or wait for. What is made from its index alone is made again
+    /// wherever it is used, also where it is stored for somebody who needs a buffer.
     fn group_of(&self, node: usize) -> Option<(usize, Level)> {
+        if self.snapshot.nodes[node].op.is_generated() { None } else { self.maker_of(node) }
+    }
+
+    /// The group that computes a node.
+    fn maker_of(&self, node: usize) -> Option<(usize, Level)> {
         match self.places.get(node)? {
             Place::In(group, level) => Some((self.group(*group), *level)),
             _ => None,
@@ -207,8 +214,7 @@ impl<'s> Grouping<'s> {
     /// What a member of a group has to read, under which layout. None if the group's indices cannot say it.
     fn read(&self, node: usize, target: Shape) -> Option<(usize, Layout)> {
         let path = self.path(node);
-        let is_fill = matches!(self.snapshot.nodes[path.base].op, Op::Fill(_));
-        if is_fill && self.places[path.base] == Place::Everywhere {
+        if matches!(self.snapshot.nodes[path.base].op, Op::Fill(_)) {
             return Some((path.base, Layout::contiguous(target)));
         }
         Some((path.base, self.layout(&path)?.reshape(target)?))
@@ -349,7 +355,7 @@ impl<'s> Grouping<'s> {
 
     /// A group comes after the one that computes a node.
     fn depend(&mut self, group: usize, node: usize) {
-        let Some((other, _)) = self.group_of(node) else { return };
+        let Some((other, _)) = self.maker_of(node) else { return };
         let before = self.groups[other].before.clone();
         insert(&mut self.groups[group].before, other);
         unite(&mut self.groups[group].before, &before);
@@ -490,7 +496,7 @@ impl<'s> Grouping<'s> {
                 needed.push(*member);
             }
         }
-        debug_assert!(needed.iter().all(|node| self.group_of(*node).is_some_and(|(own, _)| own == group)));
+        debug_assert!(needed.iter().all(|node| self.maker_of(*node).is_some_and(|(own, _)| own == group)));
         needed
     }
 }
@@ -527,7 +533,7 @@ impl Emit<'_> {
     fn member(&mut self, member: usize) -> Option<()> {
         let grouping = self.grouping;
         let node = &grouping.snapshot.nodes[member];
-        let (_, level) = grouping.group_of(member)?;
+        let (_, level) = grouping.maker_of(member)?;
         let dtype = node.node.dtype;
         let inputs = &node.inputs;
         let kind = match &node.op {
@@ -580,7 +586,7 @@ impl Emit<'_> {
         if self.grouping.group_of(base).is_some_and(|(own, _)| own == self.group) {
             return self.of.get(&base).copied();
         }
-        if self.grouping.places[base] == Place::Everywhere {
+        if self.grouping.snapshot.nodes[base].op.is_generated() {
             return self.generated(base, layout, level);
         }
         let view = self.grouping.buffer(base, layout);

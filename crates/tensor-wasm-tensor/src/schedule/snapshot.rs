@@ -132,11 +132,8 @@ fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: 
         Op::ArgSort { axis, is_descending } => (17, [*axis as u64, u64::from(*is_descending), 0, 0, 0]),
         Op::Gather { axis } => (18, [*axis as u64, 0, 0, 0, 0]),
         Op::ScatterAdd { axis, size } => (19, [*axis as u64, *size as u64, 0, 0, 0]),
-        Op::Place(corners) => {
-            key.push(corners.len() as u64);
-            key.extend(corners.iter().flatten().map(|at| *at as u64));
-            (20, [0; 5])
-        }
+        // Its corners follow, one for each input.
+        Op::Place(_) => (20, [0; 5]),
         Op::Fold { axis, step, dilation, size } => {
             (21, [*axis as u64, *step as u64, *dilation as u64, *size as u64, 0])
         }
@@ -146,6 +143,9 @@ fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: 
     key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);
     key.extend(details);
     key.extend(inputs.iter().map(|input| *input as u64));
+    if let Op::Place(corners) = op {
+        key.extend(corners.iter().flatten().map(|at| *at as u64));
+    }
     write_shape(key, &node.shape);
     if let Some(Value { layout, .. }) = value {
         write_layout(key, layout);

@@ -416,6 +416,10 @@ impl Tensor {
         let at = Location::caller();
         let made = || {
             let axis = self.check_index(axis, index, "scatter_add", at)?;
+            if self.dtype() == DType::Bool {
+                let what = ErrorKind::WrongDType { found: DType::Bool, takes: "numbers" };
+                return Err(TensorError::new("scatter_add", what, at));
+            }
             if index.shape() != self.shape() {
                 let expected = format!("an index of shape {}", self.shape());
                 let what = ErrorKind::WrongShape { found: index.shape().to_vec(), expected };

@@ -93,7 +93,19 @@ impl Tensor {
     pub fn arange(start: impl Into<Scalar>, end: impl Into<Scalar>, step: impl Into<Scalar>, dtype: DType) -> Tensor {
         let at = Location::caller();
         let (start, end, step) = (start.into(), end.into(), step.into());
-        let count = ((end.as_f64() - start.as_f64()) / step.as_f64()).ceil();
+        let is_cut = |value: &Scalar| matches!(value, Scalar::Float(x) if x.fract() != 0.0);
+        if !dtype.is_float() && [start, end, step].iter().any(is_cut) {
+            let why = format!("from {start:?} to {end:?} in steps of {step:?}: fractions are not for {dtype}");
+            return Tensor::failed("arange", ErrorKind::BadArgument { why }, at);
+        }
+        let count = match (start, end, step) {
+            // Exact where floats are not.
+            (Scalar::Int(start), Scalar::Int(end), Scalar::Int(step)) if step != 0 => {
+                let (span, step) = (i128::from(end) - i128::from(start), i128::from(step));
+                ((span + step - step.signum()) / step) as f64
+            }
+            _ => ((end.as_f64() - start.as_f64()) / step.as_f64()).ceil(),
+        };
         if step.as_f64() == 0.0 || !count.is_finite() || count > 1e15 {
             let why = format!("from {start:?} to {end:?} in steps of {step:?}");
             return Tensor::failed("arange", ErrorKind::BadArgument { why }, at);

@@ -19,7 +19,7 @@ use crate::error::{ErrorKind, Result, TensorError};
 use crate::graph::op::Op;
 use crate::graph::{Node, Storage, Value};
 use crate::schedule::{self, Mode};
-use crate::shape::{Layout, Shape};
+use crate::shape::{Layout, RANK_MAX, Shape};
 
 /// Elements of one type in a shape, computed when they are read. Cloning it clones the handle.
 #[derive(Clone)]
@@ -106,19 +106,49 @@ impl Tensor {
             return Err(TensorError::new("to_vec", what, at));
         }
         let Storage::Cpu(buffer) = &*value.storage;
-        // Truth is stored as bytes of 0 and 1.
         let elements = buffer.elements::<T>();
-        if value.layout.is_contiguous() {
-            return Ok(elements[..self.numel()].to_vec());
+        self.collect(&value.layout, "to_vec", at, |position| elements[position])
+    }
+
+    /// The elements at each position of a layout, if there is memory for them.
+    fn collect<T>(
+        &self,
+        layout: &Layout,
+        operation: &'static str,
+        at: Caller,
+        element: impl Fn(usize) -> T,
+    ) -> Result<Vec<T>> {
+        let count = self.numel();
+        let mut all = Vec::new();
+        if all.try_reserve_exact(count).is_err() {
+            let bytes = count.saturating_mul(size_of::<T>());
+            return Err(TensorError::new(operation, ErrorKind::OutOfMemory { bytes }, at));
         }
-        Ok(positions(&value.layout).into_iter().map(|position| elements[position]).collect())
+        let mut index = [0_usize; RANK_MAX];
+        let mut position = layout.offset;
+        for _ in 0..count {
+            all.push(element(position.unsigned_abs()));
+            // The next one, the last axis first.
+            for axis in (0..layout.shape.rank()).rev() {
+                index[axis] += 1;
+                position += layout.strides()[axis];
+                if index[axis] < layout.shape[axis] {
+                    break;
+                }
+                position -= layout.strides()[axis] * layout.shape[axis].cast_signed();
+                index[axis] = 0;
+            }
+        }
+        Ok(all)
     }
 
     /// All elements as double precision, whatever they are.
+    #[track_caller]
     pub fn to_f64(&self) -> Result<Vec<f64>> {
+        let at = Location::caller();
         let value = self.value()?;
         let Storage::Cpu(buffer) = &*value.storage;
-        Ok(positions(&value.layout).into_iter().map(|position| buffer.at(self.dtype(), position).0).collect())
+        self.collect(&value.layout, "to_f64", at, |position| buffer.at(self.dtype(), position).0)
     }
 
     /// The only element.
@@ -131,16 +161,6 @@ impl Tensor {
             _ => Err(TensorError::new("item", ErrorKind::NotScalar { shape: self.shape().to_vec() }, at)),
         }
     }
-}
-
-/// Where each element is, in row-major order.
-fn positions(layout: &Layout) -> Vec<usize> {
-    let mut all = vec![layout.offset];
-    for (size, stride) in layout.shape.iter().zip(layout.strides()) {
-        let size = isize::try_from(*size).unwrap_or(isize::MAX);
-        all = all.iter().flat_map(|at| (0..size).map(move |n| at + n * stride)).collect();
-    }
-    all.into_iter().map(isize::unsigned_abs).collect()
 }
 
 impl std::fmt::Debug for Tensor {

@@ -105,22 +105,35 @@ impl Tensor {
     }
 
     /// A number on each side of the last two axes.
-    fn padded(&self, value: f64, rows: usize, columns: usize, at: Caller) -> Tensor {
+    fn padded(
+        &self,
+        value: f64,
+        (rows, columns): (usize, usize),
+        operation: &'static str,
+        at: Caller,
+    ) -> Result<Tensor, TensorError> {
         if rows == 0 && columns == 0 {
-            return self.clone();
+            return Ok(self.clone());
         }
         let rank = self.rank();
-        let shape = self.shape();
-        let wide = shape.with(rank - 2, shape[rank - 2] + 2 * rows).with(rank - 1, shape[rank - 1] + 2 * columns);
+        let mut sizes = self.shape().to_vec();
+        for (axis, padding) in [(rank - 2, rows), (rank - 1, columns)] {
+            let wide = padding.checked_mul(2).and_then(|both| both.checked_add(sizes[axis]));
+            sizes[axis] = wide.ok_or_else(|| {
+                let why = format!("a padding of {padding} elements on each side");
+                TensorError::new(operation, ErrorKind::BadArgument { why }, at)
+            })?;
+        }
+        let wide = shape_of(&sizes, operation, at)?;
         let mut corner = [0; RANK_MAX];
         (corner[rank - 2], corner[rank - 1]) = (rows, columns);
         let placed = Tensor::place(&[self], &[corner], wide, at);
         if value == 0.0 {
-            return placed;
+            return Ok(placed);
         }
-        let inside = Tensor::fill(true.into(), shape, DType::Bool, at);
+        let inside = Tensor::fill(true.into(), self.shape(), DType::Bool, at);
         let inside = Tensor::place(&[&inside], &[corner], wide, at);
-        Tensor::select(&inside, &placed, &self.scalar_like(value, at), at)
+        Ok(Tensor::select(&inside, &placed, &self.scalar_like(value, at), at))
     }
 
     /// A convolution of images `[batch, channels, rows, columns]` with filters `[filters, channels / groups, rows,
@@ -142,13 +155,13 @@ impl Tensor {
         let what = "filters [filters, channels / groups, rows, columns]";
         let [count, depth, height, width] = filters.sizes(operation, what, at)?;
         let Convolution { rows, columns, groups } = options;
-        let fits = groups > 0 && channels == depth * groups && count.is_multiple_of(groups);
+        let fits = groups > 0 && depth.checked_mul(groups) == Some(channels) && count.is_multiple_of(groups);
         if !fits {
             let expected = format!("filters of {channels} / {groups} channels, in {groups} groups");
             let what = ErrorKind::WrongShape { found: filters.shape().to_vec(), expected };
             return Err(TensorError::new(operation, what, at));
         }
-        let padded = self.padded(0.0, rows.padding, columns.padding, at);
+        let padded = self.padded(0.0, (rows.padding, columns.padding), operation, at)?;
         let windows = padded.windows(2, height, rows, operation, at)?.windows(3, width, columns, operation, at)?;
         let (high, wide) = (windows.shape()[2], windows.shape()[3]);
         // Every window as a column of a matrix: filters times windows.
@@ -187,9 +200,10 @@ impl Tensor {
             let [own, depth, height, width] = filters.sizes(operation, what, at)?;
             let Convolution { rows, columns, groups } = options;
             let size = |count: usize, filter: usize, window: Window| {
-                let reach = (count.checked_sub(1)? * window.stride)
-                    .checked_add((filter.checked_sub(1)? * window.dilation) + 1)?;
-                reach.checked_sub(2 * window.padding).filter(|size| *size > 0).map(|size| (reach, size))
+                let steps = count.checked_sub(1)?.checked_mul(window.stride)?;
+                let reach = filter.checked_sub(1)?.checked_mul(window.dilation)?.checked_add(1)?.checked_add(steps)?;
+                let size = reach.checked_sub(window.padding.checked_mul(2)?).filter(|size| *size > 0)?;
+                Some((reach, size))
             };
             let sizes = size(high, height, rows).zip(size(wide, width, columns));
             let fits = groups > 0
@@ -227,7 +241,7 @@ impl Tensor {
     ) -> Tensor {
         let made = || {
             self.sizes::<4>(operation, "[batch, channels, rows, columns]", at)?;
-            let padded = self.padded(value, window.padding, window.padding, at);
+            let padded = self.padded(value, (window.padding, window.padding), operation, at)?;
             let windows = padded.windows(2, size, window, operation, at)?.windows(3, size, window, operation, at)?;
             let mut last = AxisSet::default();
             last.insert(4);
@@ -250,7 +264,7 @@ impl Tensor {
         if !self.dtype().is_float() {
             return self.wrong_dtype("avg_pool2d", "floats", at);
         }
-        self.pool(size, window, 0.0, ReduceOp::Sum, "avg_pool2d", at) * (1.0 / (size * size) as f64)
+        self.pool(size, window, 0.0, ReduceOp::Sum, "avg_pool2d", at) * (1.0 / (size as f64 * size as f64))
     }
 
     /// Rows of a table, chosen by indices of any shape.
@@ -304,8 +318,9 @@ impl Tensor {
         }
         let (rank, other) = (self.rank(), keys.rank());
         if rank < 2 || other < 2 || values.rank() < 2 {
-            let expected = "[…, length, width]".to_owned();
-            return Tensor::failed("attention", ErrorKind::WrongShape { found: self.shape().to_vec(), expected }, at);
+            let expected = "[…, length, width] of queries, keys and values".to_owned();
+            let found = [self, keys, values].into_iter().find(|tensor| tensor.rank() < 2).unwrap_or(self).shape();
+            return Tensor::failed("attention", ErrorKind::WrongShape { found: found.to_vec(), expected }, at);
         }
         let scale = 1.0 / (self.shape()[rank - 1] as f64).sqrt();
         let mut scores = self.matrix_product(&keys.t(), at) * scale;
@@ -371,7 +386,12 @@ impl Tensor {
         let made = || {
             self.check()?;
             if times.len() != self.rank() || 2 * self.rank() > RANK_MAX {
-                let why = format!("{} numbers for a tensor of shape {}", times.len(), self.shape());
+                let most = RANK_MAX / 2;
+                let why = format!(
+                    "{} numbers for a tensor of shape {}; one for each axis is needed, of which there are at most {most}",
+                    times.len(),
+                    self.shape()
+                );
                 return Err(TensorError::new("repeat", ErrorKind::BadArgument { why }, at));
             }
             let shape = self.shape();
@@ -380,7 +400,7 @@ impl Tensor {
             };
             let spread = self.reshape_to(shape_of(&pairs(&|_| 1), "repeat", at)?, at);
             let spread = spread.expand_to(shape_of(&pairs(&|axis| times[axis]), "repeat", at)?, at);
-            let sizes: Vec<usize> = shape.iter().zip(times).map(|(size, times)| size * times).collect();
+            let sizes: Vec<usize> = shape.iter().zip(times).map(|(size, times)| size.saturating_mul(*times)).collect();
             Ok(spread.reshape_to(shape_of(&sizes, "repeat", at)?, at))
         };
         made().unwrap_or_else(Tensor::holding)

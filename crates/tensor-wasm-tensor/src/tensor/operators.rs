@@ -9,6 +9,11 @@ use crate::graph::op::{BinaryOp, UnaryOp};
 
 /// What a tensor can be combined with: another one, or a number, which becomes an element of the same type.
 pub trait Operand {
+    /// Whether it becomes whatever type it meets.
+    fn is_number(&self) -> bool {
+        false
+    }
+
     /// As a tensor that goes with `other`.
     fn into_tensor(self, other: Option<&Tensor>, at: Caller) -> Tensor;
 }
@@ -28,6 +33,10 @@ impl Operand for &Tensor {
 macro_rules! numbers {
     ($($ty:ty)*) => { $(
         impl Operand for $ty {
+            fn is_number(&self) -> bool {
+                true
+            }
+
             fn into_tensor(self, other: Option<&Tensor>, at: Caller) -> Tensor {
                 let scalar = Scalar::from(self);
                 let dtype = other.map_or(scalar.dtype(), Tensor::dtype);
@@ -137,8 +146,14 @@ impl Tensor {
     pub fn where_(&self, a: impl Operand, b: impl Operand) -> Tensor {
         let at = Location::caller();
         // A number becomes what the other one is.
-        let a = a.into_tensor(None, at);
-        let b = b.into_tensor(Some(&a), at);
+        let (a, b) = if a.is_number() {
+            let b = b.into_tensor(None, at);
+            (a.into_tensor(Some(&b), at), b)
+        } else {
+            let a = a.into_tensor(None, at);
+            let b = b.into_tensor(Some(&a), at);
+            (a, b)
+        };
         Tensor::select(self, &a, &b, at)
     }
 

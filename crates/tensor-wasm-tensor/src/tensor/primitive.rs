@@ -167,7 +167,10 @@ impl Tensor {
             let fits = left.rank() >= 2 && right.rank() >= 2 && left[left.rank() - 1] == right[right.rank() - 2];
             let heads = |shape: &Shape| Shape::new(&shape[..shape.rank() - 2]);
             let both = if fits { heads(&left).zip(heads(&right)).and_then(|(a, b)| a.broadcast(&b)) } else { None };
-            let expected = || format!("[…, {}, n] for the right operand", left.last().copied().unwrap_or(1));
+            let expected = || match left.rank() {
+                0 => "two matrices, and the left operand is a number,".to_owned(),
+                rank => format!("[…, {}, n] that goes with {left} on the left", left[rank - 1]),
+            };
             let both =
                 both.ok_or_else(|| error(ErrorKind::WrongShape { found: right.to_vec(), expected: expected() }))?;
             let join = |rows: usize, columns: usize| {

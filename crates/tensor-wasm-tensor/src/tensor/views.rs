@@ -123,7 +123,14 @@ impl Tensor {
     }
 
     pub(crate) fn reshape_to(&self, shape: Shape, at: Caller) -> Tensor {
-        if self.shape() == shape { self.clone() } else { self.moved(Movement::Reshape, shape, at) }
+        if self.shape() == shape {
+            return self.clone();
+        }
+        if self.check().is_ok() && self.numel() != shape.numel() {
+            let to = shape.iter().map(|size| size.cast_signed()).collect();
+            return Tensor::failed("reshape", ErrorKind::Reshape { from: self.shape().to_vec(), to }, at);
+        }
+        self.moved(Movement::Reshape, shape, at)
     }
 
     /// Axes in another order.

@@ -47,20 +47,20 @@ impl Tensor {
         let asked: Vec<Tensor> =
             nodes.iter().filter(|node| node.is_asked()).map(|node| Tensor { node: node.clone() }).collect();
         let new = autograd::grad_at(self, &asked.iter().collect::<Vec<_>>(), "backward", at)?;
-        let sums: Vec<Tensor> = asked
-            .iter()
-            .zip(new)
-            .map(|(asked, new)| {
-                let known = asked.grad();
-                autograd::no_grad(|| known.map_or_else(|| new.detach(), |known| known + new.detach()))
-            })
-            .collect();
+        let new: Vec<Tensor> = new.iter().map(Tensor::detach).collect();
+        let known: Vec<Option<Tensor>> = asked.iter().map(Tensor::grad).collect();
+        let add = |known: Option<&Tensor>, new: &Tensor| {
+            autograd::no_grad(|| known.map_or_else(|| new.clone(), |known| known + new))
+        };
+        let sums: Vec<Tensor> = known.iter().zip(&new).map(|(known, new)| add(known.as_ref(), new)).collect();
         let all: Vec<&Tensor> = sums.iter().chain([self]).collect();
         Tensor::realize_all(&all, Mode::Fused)?;
-        for (asked, sum) in asked.iter().zip(sums) {
-            if let Some(gradients) = asked.node.gradients.get() {
-                *gradients.sum.lock() = Some(sum);
-            }
+        for ((asked, sum), (known, new)) in asked.iter().zip(sums).zip(known.iter().zip(&new)) {
+            let Some(gradients) = asked.node.gradients.get() else { continue };
+            let mut kept = gradients.sum.lock();
+            // Another thread may have added its own meanwhile.
+            let id = |tensor: &Option<Tensor>| tensor.as_ref().map(|tensor| tensor.node.id);
+            *kept = Some(if id(&kept) == id(known) { sum } else { add(kept.as_ref(), new) });
         }
         // What nobody else holds goes with the recipes that referred to it.
         for node in nodes.iter().filter(|node| !node.is_asked()) {

@@ -42,6 +42,14 @@ impl Memory {
     /// One step: `update` makes the new value and what is remembered from the old value, its gradient, and what was
     /// remembered.
     fn step(&mut self, update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> (Tensor, Vec<Tensor>)) -> Result<()> {
+        for (n, variable) in self.variables.iter().enumerate() {
+            let value = variable.get();
+            if let Some(gradient) = value.grad().filter(|gradient| gradient.shape() != value.shape()) {
+                let expected = format!("a gradient of shape {} for variable {n}", value.shape());
+                let what = ErrorKind::WrongShape { found: gradient.shape().to_vec(), expected };
+                return Err(TensorError::new("step", what, gradient.node.at));
+            }
+        }
         let mut made: Vec<(usize, Tensor, Vec<Tensor>)> = Vec::new();
         no_grad(|| {
             for (n, variable) in self.variables.iter().enumerate() {
@@ -104,7 +112,8 @@ macro_rules! optimizer {
             fn step(&mut self) -> Result<()> {
                 let step: fn(&mut $name) -> Result<()> = $step;
                 self.memory.steps += 1;
-                step(self)
+                // A step that failed was none.
+                step(self).inspect_err(|_| self.memory.steps -= 1)
             }
 
             fn learning_rate(&self) -> f64 {

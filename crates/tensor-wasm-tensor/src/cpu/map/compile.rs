@@ -249,7 +249,7 @@ impl<'k> Compile<'k> {
                 let to = self.register(Level::Row, class.size());
                 self.push(InstructionKind::Reduce(op, class, from), Level::Row, to);
                 self.done_with(operand);
-                to
+                self.rounded(n, to)
             }
             ValueKind::Unary(op, a) => {
                 let class = self.class(a);
@@ -268,6 +268,22 @@ impl<'k> Compile<'k> {
         self.at[n] = Some(at);
     }
 
+    /// Half precision is rounded after each operation: a value is the same whether it was stored in between or not.
+    fn rounded(&mut self, n: usize, at: Source) -> Source {
+        let dtype = self.kernel.values[n].dtype;
+        let is_cast = matches!(self.kernel.values[n].kind, ValueKind::Cast(_));
+        if is_cast || !matches!(dtype, DType::F16 | DType::BF16) {
+            return at;
+        }
+        let level = self.kernel.values[n].level;
+        let to = self.register(level, Class::F32.size());
+        self.push(InstructionKind::Tile(TileOp::Cast(dtype, dtype), [at; 3]), level, to);
+        if let Source::Register(register) = at {
+            self.free.push(register);
+        }
+        to
+    }
+
     fn tile(&mut self, n: usize, op: TileOp, operands: &[usize]) -> Source {
         let (class, level) = (self.class(n), self.kernel.values[n].level);
         // Operations of fewer than three operands do not look at the rest.
@@ -282,6 +298,6 @@ impl<'k> Compile<'k> {
         };
         operands.iter().for_each(|operand| self.done_with(*operand));
         self.push(InstructionKind::Tile(op, from), level, to);
-        to
+        self.rounded(n, to)
     }
 }

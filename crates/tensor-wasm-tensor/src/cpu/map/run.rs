@@ -8,7 +8,7 @@ use super::super::memory::ALIGN;
 use super::super::threads::parallel;
 use super::super::tile::{self, Class, TileArgs, TileOp};
 use super::{CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strides, signed};
-use crate::dtype::DType;
+use crate::dtype::{DType, Scalar};
 use crate::random;
 use crate::schedule::plan::{Level, Parameter};
 
@@ -39,6 +39,9 @@ pub(super) struct Tiles {
     row_registers: usize,
     row_bytes: usize,
 }
+
+/// Words that a thread keeps for its next kernel: long rows take more, and give it back.
+const SCRATCH_KEPT: usize = 1 << 18;
 
 thread_local! {
     static SCRATCH: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
@@ -140,6 +143,9 @@ impl Run<'_> {
                 unsafe { tile::run(TileOp::Repeat(Class::of(*dtype)), &args) };
             }
             work(&tiles);
+            if scratch.len() > SCRATCH_KEPT {
+                *scratch = Vec::new();
+            }
         });
     }
 
@@ -151,10 +157,15 @@ impl Run<'_> {
     fn constant(&self, parameter: usize, dtype: DType, to: &mut [u8; 8]) {
         let Some(Parameter::Scalar(scalar)) = self.parameters.get(parameter) else { return };
         let float = scalar.as_f64();
+        let is_float = matches!(scalar, Scalar::Float(_));
         match dtype {
             DType::Bool => to[0] = u8::from(float != 0.0),
-            DType::U8 => to[0] = scalar.as_i64() as u8,
-            DType::I32 => to[..4].copy_from_slice(&(scalar.as_i64() as i32).to_ne_bytes()),
+            // Floats go to the nearest there is, integers wrap.
+            DType::U8 => to[0] = if is_float { float as u8 } else { scalar.as_i64() as u8 },
+            DType::I32 => {
+                let value = if is_float { float as i32 } else { scalar.as_i64() as i32 };
+                to[..4].copy_from_slice(&value.to_ne_bytes());
+            }
             DType::I64 => *to = scalar.as_i64().to_ne_bytes(),
             DType::F16 => to[..4].copy_from_slice(&half::f16::from_f64(float).to_f32().to_ne_bytes()),
             DType::BF16 => to[..4].copy_from_slice(&half::bf16::from_f64(float).to_f32().to_ne_bytes()),

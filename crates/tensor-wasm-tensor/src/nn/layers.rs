@@ -1,0 +1,306 @@
+//! The usual layers.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use super::Module;
+use crate::autograd::no_grad;
+use crate::dtype::DType;
+use crate::random;
+use crate::schedule::Mode;
+use crate::tensor::{Convolution, Tensor};
+use crate::train::Variable;
+
+impl Tensor {
+    /// Numbers spread evenly around zero, as wide as suits layers with rectifiers that have so many inputs.
+    #[track_caller]
+    pub fn kaiming(sizes: &[usize], inputs: usize, seed: u64, dtype: DType) -> Tensor {
+        Tensor::around_zero(sizes, (6.0 / inputs.max(1) as f64).sqrt(), seed, dtype)
+    }
+
+    /// The same for layers whose functions are about straight near zero.
+    #[track_caller]
+    pub fn xavier(sizes: &[usize], inputs: usize, outputs: usize, seed: u64, dtype: DType) -> Tensor {
+        Tensor::around_zero(sizes, (6.0 / (inputs + outputs).max(1) as f64).sqrt(), seed, dtype)
+    }
+
+    #[track_caller]
+    fn around_zero(sizes: &[usize], bound: f64, seed: u64, dtype: DType) -> Tensor {
+        (Tensor::uniform(sizes, seed, dtype) * 2.0 - 1.0) * bound
+    }
+}
+
+fn named(name: &str, variable: &Variable) -> (String, Variable) {
+    (name.to_owned(), variable.clone())
+}
+
+/// `x · weight + bias`; the weight is `[inputs, outputs]`.
+pub struct Linear {
+    pub weight: Variable,
+    pub bias: Option<Variable>,
+}
+
+impl Linear {
+    pub fn new(inputs: usize, outputs: usize, seed: u64) -> Linear {
+        let bound = 1.0 / (inputs.max(1) as f64).sqrt();
+        let weight = Variable::new(&Tensor::around_zero(&[inputs, outputs], bound, seed, DType::F32));
+        let bias = Tensor::around_zero(&[outputs], bound, random::split(seed, 1), DType::F32);
+        Linear { weight, bias: Some(Variable::new(&bias)) }
+    }
+
+    pub fn without_bias(inputs: usize, outputs: usize, seed: u64) -> Linear {
+        Linear { bias: None, ..Linear::new(inputs, outputs, seed) }
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        let product = input.matmul(&self.weight.get());
+        self.bias.as_ref().map_or_else(|| product.clone(), |bias| &product + bias.get())
+    }
+
+    fn variables(&self) -> Vec<(String, Variable)> {
+        let bias = self.bias.iter().map(|bias| named("bias", bias));
+        [named("weight", &self.weight)].into_iter().chain(bias).collect()
+    }
+}
+
+/// A convolution of images, and a bias for each filter.
+pub struct Conv2d {
+    pub weight: Variable,
+    pub bias: Variable,
+    pub options: Convolution,
+}
+
+impl Conv2d {
+    /// Filters have as many rows as columns.
+    pub fn new(channels: usize, filters: usize, size: usize, options: Convolution, seed: u64) -> Conv2d {
+        let depth = channels / options.groups.max(1);
+        let bound = 1.0 / ((depth * size * size).max(1) as f64).sqrt();
+        let weight = Tensor::around_zero(&[filters, depth, size, size], bound, seed, DType::F32);
+        let bias = Tensor::around_zero(&[filters, 1, 1], bound, random::split(seed, 1), DType::F32);
+        Conv2d { weight: Variable::new(&weight), bias: Variable::new(&bias), options }
+    }
+}
+
+impl Module for Conv2d {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        input.conv2d(&self.weight.get(), self.options) + self.bias.get()
+    }
+
+    fn variables(&self) -> Vec<(String, Variable)> {
+        vec![named("weight", &self.weight), named("bias", &self.bias)]
+    }
+}
+
+/// Rows of a table.
+pub struct Embedding {
+    pub weight: Variable,
+}
+
+impl Embedding {
+    pub fn new(rows: usize, columns: usize, seed: u64) -> Embedding {
+        Embedding { weight: Variable::new(&Tensor::normal(&[rows, columns], seed, DType::F32)) }
+    }
+}
+
+impl Module for Embedding {
+    /// The input is indices.
+    fn forward(&self, input: &Tensor) -> Tensor {
+        self.weight.get().embedding(input)
+    }
+
+    fn variables(&self) -> Vec<(String, Variable)> {
+        vec![named("weight", &self.weight)]
+    }
+}
+
+/// Norms along the last axis, with a scale and a shift.
+pub struct LayerNorm {
+    pub weight: Variable,
+    pub bias: Variable,
+    pub epsilon: f64,
+}
+
+impl LayerNorm {
+    pub fn new(size: usize) -> LayerNorm {
+        let (weight, bias) = (Tensor::ones(&[size], DType::F32), Tensor::zeros(&[size], DType::F32));
+        LayerNorm { weight: Variable::new(&weight), bias: Variable::new(&bias), epsilon: 1e-5 }
+    }
+}
+
+impl Module for LayerNorm {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        input.layer_norm(-1, self.epsilon) * self.weight.get() + self.bias.get()
+    }
+
+    fn variables(&self) -> Vec<(String, Variable)> {
+        vec![named("weight", &self.weight), named("bias", &self.bias)]
+    }
+}
+
+/// The same by the mean square alone.
+pub struct RmsNorm {
+    pub weight: Variable,
+    pub epsilon: f64,
+}
+
+impl RmsNorm {
+    pub fn new(size: usize) -> RmsNorm {
+        RmsNorm { weight: Variable::new(&Tensor::ones(&[size], DType::F32)), epsilon: 1e-6 }
+    }
+}
+
+impl Module for RmsNorm {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        input.rms_norm(-1, self.epsilon) * self.weight.get()
+    }
+
+    fn variables(&self) -> Vec<(String, Variable)> {
+        vec![named("weight", &self.weight)]
+    }
+}
+
+/// Norms of each channel of `[batch, channels, …]`: by the batch while it is trained, by running means afterwards.
+pub struct BatchNorm {
+    pub weight: Variable,
+    pub bias: Variable,
+    pub running_mean: Variable,
+    pub running_variance: Variable,
+    pub momentum: f64,
+    pub epsilon: f64,
+    is_training: AtomicBool,
+}
+
+impl BatchNorm {
+    pub fn new(channels: usize) -> BatchNorm {
+        let of = |value: i64| Variable::new(&Tensor::full(&[channels], value, DType::F32));
+        let (momentum, epsilon, is_training) = (0.1, 1e-5, AtomicBool::new(true));
+        let (running_mean, running_variance) = (of(0), of(1));
+        BatchNorm { weight: of(1), bias: of(0), running_mean, running_variance, momentum, epsilon, is_training }
+    }
+}
+
+impl Module for BatchNorm {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        let (weight, bias) = (self.weight.get(), self.bias.get());
+        if !self.is_training.load(Ordering::Relaxed) {
+            let (mean, variance) = (self.running_mean.get().detach(), self.running_variance.get().detach());
+            return input.batch_norm(&mean, &variance, &weight, &bias, self.epsilon);
+        }
+        let axes: Vec<isize> = (0..input.rank()).filter(|axis| *axis != 1).map(usize::cast_signed).collect();
+        let (mean, variance) = (input.mean(&axes[..]), input.var(&axes[..], 0));
+        let channels = input.shape().get(1).copied().unwrap_or(1).max(1);
+        let count = (input.numel() / channels) as f64;
+        no_grad(|| {
+            let blend = |old: &Variable, new: &Tensor, by: f64| {
+                old.get().detach() * (1.0 - self.momentum) + new.detach() * (self.momentum * by)
+            };
+            let mean = blend(&self.running_mean, &mean, 1.0);
+            // The estimate that is right on average.
+            let variance = blend(&self.running_variance, &variance, count / (count - 1.0).max(1.0));
+            // Computed now, or each step would hold the graph of all steps before.
+            if Tensor::realize_all(&[&mean, &variance], Mode::Fused).is_ok() {
+                self.running_mean.set(&mean);
+                self.running_variance.set(&variance);
+            }
+        });
+        input.batch_norm(&mean, &variance, &weight, &bias, self.epsilon)
+    }
+
+    fn variables(&self) -> Vec<(String, Variable)> {
+        vec![named("weight", &self.weight), named("bias", &self.bias)]
+    }
+
+    fn buffers(&self) -> Vec<(String, Variable)> {
+        vec![named("running_mean", &self.running_mean), named("running_var", &self.running_variance)]
+    }
+
+    fn set_training(&self, is_training: bool) {
+        self.is_training.store(is_training, Ordering::Relaxed);
+    }
+}
+
+/// Sets elements to zero by chance while it is trained.
+pub struct Dropout {
+    probability: f64,
+    seed: u64,
+    calls: AtomicU64,
+    is_training: AtomicBool,
+}
+
+impl Dropout {
+    pub fn new(probability: f64, seed: u64) -> Dropout {
+        Dropout { probability, seed, calls: AtomicU64::new(0), is_training: AtomicBool::new(true) }
+    }
+}
+
+impl Module for Dropout {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        if !self.is_training.load(Ordering::Relaxed) {
+            return input.clone();
+        }
+        let call = self.calls.fetch_add(1, Ordering::Relaxed);
+        input.dropout(self.probability, random::split(self.seed, call))
+    }
+
+    fn set_training(&self, is_training: bool) {
+        self.is_training.store(is_training, Ordering::Relaxed);
+    }
+}
+
+/// A function without variables, as a module.
+struct Function<F>(F);
+
+impl<F: Fn(&Tensor) -> Tensor + Send + Sync> Module for Function<F> {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        (self.0)(input)
+    }
+}
+
+/// A function without variables, as a module: `function(Tensor::relu)`.
+pub fn function(f: impl Fn(&Tensor) -> Tensor + Send + Sync + 'static) -> impl Module {
+    Function(f)
+}
+
+/// One module after the other; names begin with their numbers.
+#[derive(Default)]
+pub struct Sequential(Vec<Box<dyn Module>>);
+
+impl Sequential {
+    pub fn new() -> Sequential {
+        Sequential::default()
+    }
+
+    /// With one more at the end.
+    #[must_use]
+    pub fn then(mut self, module: impl Module + 'static) -> Sequential {
+        self.0.push(Box::new(module));
+        self
+    }
+
+    fn numbered(&self, of: impl Fn(&dyn Module) -> Vec<(String, Variable)>) -> Vec<(String, Variable)> {
+        let modules = self.0.iter().map(AsRef::as_ref).enumerate();
+        let each = |(n, module): (usize, &dyn Module)| {
+            of(module).into_iter().map(move |(name, variable)| (format!("{n}.{name}"), variable)).collect::<Vec<_>>()
+        };
+        modules.flat_map(each).collect()
+    }
+}
+
+impl Module for Sequential {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        self.0.iter().fold(input.clone(), |value, module| module.forward(&value))
+    }
+
+    fn variables(&self) -> Vec<(String, Variable)> {
+        self.numbered(|module| module.variables())
+    }
+
+    fn buffers(&self) -> Vec<(String, Variable)> {
+        self.numbered(|module| module.buffers())
+    }
+
+    fn set_training(&self, is_training: bool) {
+        self.0.iter().for_each(|module| module.set_training(is_training));
+    }
+}
