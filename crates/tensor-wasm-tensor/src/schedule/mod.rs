@@ -6,8 +6,8 @@ mod group;
 pub(crate) mod plan;
 mod snapshot;
 
+use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -26,11 +26,13 @@ static PLANS: Mutex<Vec<(PlanKey, Arc<CompiledPlan>)>> = Mutex::new(Vec::new());
 /// What graphs that are computed by the same plan have in common.
 type PlanKey = Arc<[u64]>;
 
-static MADE: AtomicU64 = AtomicU64::new(0);
+thread_local! {
+    static MADE: Cell<u64> = const { Cell::new(0) };
+}
 
-/// Plans that were made since the beginning. A loop that does the same in every step makes none after its first.
+/// Plans that were made for this thread. A loop that does the same in every step makes none after its first.
 pub fn plans_made() -> u64 {
-    MADE.load(Ordering::Relaxed)
+    MADE.get()
 }
 
 /// A plan, and what the device has made of it.
@@ -78,7 +80,7 @@ fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
             return plan;
         }
     }
-    MADE.fetch_add(1, Ordering::Relaxed);
+    MADE.set(MADE.get() + 1);
     let plan = Grouping::of(snapshot, mode).plan();
     let kernels = cpu::execute::CpuKernels::compile(&plan);
     let compiled = Arc::new(CompiledPlan { plan, kernels });
