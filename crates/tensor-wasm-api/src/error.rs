@@ -14,11 +14,13 @@ pub struct ApiError {
     pub kind: &'static str,
     pub message: String,
     pub retry_after_s: Option<u64>,
+    /// What broke, where it is a fault of ours: for the operator, not for the caller.
+    bug: Option<String>,
 }
 
 impl ApiError {
     pub(crate) fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> ApiError {
-        ApiError { status, kind, message: message.into(), retry_after_s: None }
+        ApiError { status, kind, message: message.into(), retry_after_s: None, bug: None }
     }
 
     pub(crate) fn bad_request(kind: &'static str, message: impl Into<String>) -> ApiError {
@@ -38,10 +40,9 @@ impl From<Failure> for ApiError {
             Failure::Rejected(rejection) => rejection.into(),
             Failure::Faulted(fault, _) => ApiError::new(fault_status(&fault), kind, message),
             Failure::Bug(bug) => {
-                // What exactly broke is for the operator; a guest's caller has no use for our internals.
-                tracing::error!(%bug, "internal error");
                 let message = "an internal error; the server's log has the details under this trace id";
-                ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, kind, message)
+                let error = ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, kind, message);
+                ApiError { bug: Some(bug.to_string()), ..error }
             }
         }
     }
@@ -55,6 +56,7 @@ impl From<Rejection> for ApiError {
             message: rejection.to_string(),
             // Rounded up: asking a moment too early earns the same answer again.
             retry_after_s: rejection.retry_after().map(|after| after.as_millis().div_ceil(1000).clamp(1, 3600) as u64),
+            bug: None,
         }
     }
 }
@@ -104,6 +106,9 @@ impl IntoResponse for ApiError {
             response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         response.extensions_mut().insert(ErrorKind(self.kind));
+        if let Some(bug) = self.bug {
+            response.extensions_mut().insert(OurFault(bug));
+        }
         response
     }
 }
@@ -116,3 +121,7 @@ pub(crate) fn internal(error: tokio::task::JoinError) -> ApiError {
 /// Rides along with an error response so that the audit log can name it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ErrorKind(pub &'static str);
+
+/// Rides along with the answer to a request that we failed, so that the log names it with the trace's id.
+#[derive(Debug, Clone)]
+pub(crate) struct OurFault(pub String);

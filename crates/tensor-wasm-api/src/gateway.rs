@@ -1,5 +1,6 @@
 //! What every request has in common, around its route: a trace, a span, the guard, metrics and an audit line.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -8,8 +9,8 @@ use axum::body::Body;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use http::{HeaderValue, StatusCode};
-use tensor_wasm_exec::Runtime;
+use http::StatusCode;
+use tensor_wasm_exec::{Bug, Failure, Runtime};
 use tokio::sync::watch;
 use tracing::field::Empty;
 use tracing::{Instrument, Span};
@@ -17,12 +18,12 @@ use tracing::{Instrument, Span};
 use crate::audit::{Audit, Line};
 use crate::auth::Tokens;
 use crate::body::{self, HeldBodies};
-use crate::error::{ApiError, ErrorKind};
+use crate::error::{ApiError, ErrorKind, OurFault};
 use crate::guard;
 use crate::hosts::{Host, Hosts};
 use crate::linger;
 use crate::metrics::HttpMetrics;
-use crate::routes::ClientAddress;
+use crate::routes::Reached;
 use crate::routes::logs::Followers;
 use crate::trace::{TRACE_ID, TRACEPARENT, Trace};
 use crate::upload::Uploads;
@@ -57,7 +58,7 @@ impl Gateway {
     /// served and made none, and a job is served when it runs.
     fn only_revision(&self, audited: &Audited) -> Option<ServedRevision> {
         let is_call = matches!(audited.event, INVOKE_EVENT | INVOKE_STREAM_EVENT | RUN_EVENT);
-        if self.audit.is_off() || !is_call {
+        if !is_call {
             return None;
         }
         let function = self.runtime.catalog.resolve(&audited.tenant, &audited.subject).ok()?;
@@ -85,44 +86,88 @@ pub(crate) struct Audited {
     pub subject: String,
 }
 
+impl Audited {
+    pub(crate) fn new(event: &'static str, tenant: &str, subject: &str) -> Audited {
+        Audited { event, tenant: tenant.to_owned(), subject: subject.chars().take(128).collect() }
+    }
+}
+
 /// The revision that a route served or made, for the audit log; rides along with its response.
 #[derive(Debug, Clone)]
 pub(crate) struct ServedRevision(pub String);
 
-/// Runs a route with everything around it.
-pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, next: Next) -> Response {
+/// What a request is answered with, and what the audit log is to say of it.
+pub(crate) struct Answer {
+    pub response: Response,
+    pub audited: Option<Audited>,
+    pub revision: Option<ServedRevision>,
+}
+
+impl From<Response> for Answer {
+    /// The API's routes let the rest ride along with their response.
+    fn from(mut response: Response) -> Answer {
+        let audited = response.extensions_mut().remove::<Audited>();
+        let revision = response.extensions_mut().remove::<ServedRevision>();
+        Answer { response, audited, revision }
+    }
+}
+
+/// Who answers a request, and who sent it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Exchange<'a> {
+    /// The pattern that its path matched.
+    pub route: &'a str,
+    /// The answer is a function's own: so are its headers and its status.
+    pub is_functions: bool,
+    pub client: IpAddr,
+}
+
+/// Runs a route of the API with everything around it.
+pub(crate) async fn around_route(State(gateway): State<Shared>, mut request: Request, next: Next) -> Response {
+    let Some(Reached { host, client }) = request.extensions_mut().remove::<Reached>() else {
+        return ApiError::from(Failure::Bug(Bug("a request that was not dispatched".to_owned()))).into_response();
+    };
+    let matched = request.extensions().get::<MatchedPath>().cloned();
+    let route = matched.as_ref().map(MatchedPath::as_str);
+    let exchange = Exchange { route: route.unwrap_or("unmatched"), is_functions: false, client };
+    let answer = async |mut request: Request, trace: Trace| {
+        let cors = guard::allowed_origin(&gateway.hosts, request.headers());
+        let mut response = match guarded(&gateway, host, route, &mut request) {
+            Ok(Guarded::Route) => {
+                request.extensions_mut().insert(trace);
+                next.run(request).await
+            }
+            Ok(Guarded::Preflight) => empty(StatusCode::NO_CONTENT),
+            Err(error) => error.into_response(),
+        };
+        guard::seal(response.headers_mut(), cors);
+        response.into()
+    };
+    around(&gateway, exchange, request, answer).await
+}
+
+/// Has a request answered, with everything around it.
+pub(crate) async fn around<F>(
+    gateway: &Gateway,
+    exchange: Exchange<'_>,
+    mut request: Request,
+    answer: impl FnOnce(Request, Trace) -> F,
+) -> Response
+where
+    F: Future<Output = Answer>,
+{
+    let Exchange { route, is_functions, client } = exchange;
     let started = Instant::now();
     linger::request();
     let method = request.method().clone();
-    let host = request.extensions_mut().remove::<Result<Host, String>>();
-    let matched = request.extensions().get::<MatchedPath>().cloned();
-    let route = match &host {
-        Some(Ok(Host::Function(_))) => "{function}",
-        _ => matched.as_ref().map_or("unmatched", MatchedPath::as_str),
-    };
-    let span = if gateway.exporting { exported_span(&request, route) } else { plain_span(&method, route) };
+    let span = if gateway.exporting { exported_span(&request, route, client) } else { plain_span(&method, route) };
     let trace = Trace::begin(request.headers(), gateway.exporting.then_some(&span));
-    request.extensions_mut().insert(trace.clone());
-    let caller = Caller::of(&gateway, &request);
+    let token = if gateway.audit.is_off() { None } else { gateway.tokens.name(request.headers()) };
     let unread = body::lend(&mut request);
-    let in_flight = InFlight::new(&gateway);
-    let is_functions = matches!(host, Some(Ok(Host::Function(_)))) || guard::is_function_path(request.uri().path());
-    let cors = if is_functions { None } else { guard::allowed_origin(&gateway.hosts, request.headers()) };
-    let mut response = match guarded(&gateway, host, matched.as_ref().map(MatchedPath::as_str), &mut request) {
-        Ok(Guarded::Route) => next.run(request).instrument(span.clone()).await,
-        Ok(Guarded::Preflight) => {
-            drop(request);
-            empty(StatusCode::NO_CONTENT)
-        }
-        Err(error) => {
-            drop(request);
-            error.into_response()
-        }
-    };
+    let in_flight = InFlight::new(gateway);
+    let answered = answer(request, trace.clone()).instrument(span.clone()).await;
     drop(in_flight);
-    if !is_functions {
-        guard::seal(response.headers_mut(), cors);
-    }
+    let Answer { mut response, audited, revision } = answered;
 
     let status = response.status();
     span.record("http.response.status_code", status.as_u16());
@@ -131,24 +176,24 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
     }
     let took = started.elapsed();
     gateway.metrics.answered(route, &method, status.as_u16(), is_functions, took);
-    let trace_id = trace.id_hex();
-    if let Ok(value) = HeaderValue::from_str(&trace_id) {
-        response.headers_mut().insert(TRACE_ID, value);
-    }
+    response.headers_mut().insert(TRACE_ID, trace.id());
     response.headers_mut().insert(TRACEPARENT, trace.traceparent());
-    let audited = response.extensions_mut().remove::<Audited>();
-    let revision =
-        response.extensions_mut().remove::<ServedRevision>().or_else(|| gateway.only_revision(audited.as_ref()?));
+    if let Some(OurFault(bug)) = response.extensions_mut().remove::<OurFault>() {
+        tracing::error!(trace_id = trace.id_hex(), %method, route, %bug, "internal error");
+    }
     let error = response.extensions().get::<ErrorKind>().map(|kind| kind.0);
-    if let Some((event, tenant, subject)) = worth_a_line(audited.as_ref(), error) {
+    if !gateway.audit.is_off()
+        && let Some((event, tenant, subject)) = worth_a_line(audited.as_ref(), error)
+    {
+        let revision = revision.or_else(|| gateway.only_revision(audited.as_ref()?));
         gateway.audit.line(&Line {
             event,
             tenant,
             subject,
             revision: revision.as_ref().map_or("", |revision| &revision.0),
-            token: caller.token.unwrap_or(""),
-            client: &caller.address.map_or_else(String::new, |client| client.0.to_string()),
-            trace_id: &trace_id,
+            token: token.unwrap_or(""),
+            client: &client.to_string(),
+            trace_id: trace.id_hex(),
             status: status.as_u16(),
             error,
             duration_us: u64::try_from(took.as_micros()).unwrap_or(u64::MAX),
@@ -156,7 +201,7 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
     }
     let left = unread.and_then(|unread| unread.lock().take());
     if let Some(body) = left {
-        body::discard(&gateway, body).await;
+        body::discard(gateway, body).await;
     }
     // With more connections the other cores are in use, or about to be.
     if gateway.open.load(Ordering::Relaxed) <= gateway.cores / 2 {
@@ -165,9 +210,10 @@ pub(crate) async fn around(State(gateway): State<Shared>, mut request: Request, 
     response
 }
 
-/// The span of a request, as far as the server's own log shows it.
+/// The span of a request, as far as the server's own log shows it: at a level that is off unless somebody asks, since
+/// making one takes longer than all the rest here.
 fn plain_span(method: &http::Method, route: &str) -> Span {
-    tracing::info_span!(
+    tracing::debug_span!(
         "request",
         http.request.method = %method,
         http.route = route,
@@ -177,7 +223,7 @@ fn plain_span(method: &http::Method, route: &str) -> Span {
 }
 
 /// The same for a collector, by OpenTelemetry's semantic conventions for HTTP servers.
-fn exported_span(request: &Request, route: &str) -> Span {
+fn exported_span(request: &Request, route: &str, client: IpAddr) -> Span {
     let header = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
     let authority = header(http::header::HOST).unwrap_or_default();
     let (host, port) = authority.rsplit_once(':').unwrap_or((authority, "80"));
@@ -193,7 +239,7 @@ fn exported_span(request: &Request, route: &str) -> Span {
         url.path = request.uri().path(),
         server.address = host,
         server.port = port.parse::<u16>().ok(),
-        client.address = request.extensions().get::<ClientAddress>().map(|client| client.0.to_string()),
+        client.address = client.to_string(),
         network.protocol.version = protocol_version(request.version()),
         user_agent.original = header(http::header::USER_AGENT),
     )
@@ -216,15 +262,11 @@ enum Guarded {
 
 fn guarded(
     gateway: &Gateway,
-    host: Option<Result<Host, String>>,
+    host: Result<Host, String>,
     route: Option<&str>,
     request: &mut Request,
 ) -> Result<Guarded, ApiError> {
-    let host = match host {
-        Some(Ok(host)) => host,
-        Some(Err(why)) => return Err(ApiError::bad_request("invalid_host", why)),
-        None => Host::Api,
-    };
+    let host = host.map_err(|why| ApiError::bad_request("invalid_host", why))?;
     let (parts, body) = std::mem::take(request).into_parts();
     let checked = if host == Host::Api && guard::is_preflight(&gateway.hosts, &parts) {
         Ok(Guarded::Preflight)
@@ -232,23 +274,7 @@ fn guarded(
         guard::check(&gateway.hosts, &host, &parts, route).map(|()| Guarded::Route)
     };
     *request = Request::from_parts(parts, body);
-    if let Host::Function(function) = host {
-        request.extensions_mut().insert(function);
-    }
     checked
-}
-
-/// Who asks, for the audit log.
-struct Caller<'a> {
-    token: Option<&'a str>,
-    address: Option<ClientAddress>,
-}
-
-impl<'a> Caller<'a> {
-    fn of(gateway: &'a Gateway, request: &Request) -> Caller<'a> {
-        let token = if gateway.audit.is_off() { None } else { gateway.tokens.name(request.headers()) };
-        Caller { token, address: request.extensions().get::<ClientAddress>().copied() }
-    }
 }
 
 /// State changes and invocations say so themselves; who was refused before a route came to that is recognised by the
@@ -273,8 +299,7 @@ pub(crate) fn audited(
     result: Result<Response, ApiError>,
 ) -> Response {
     let mut response = result.unwrap_or_else(IntoResponse::into_response);
-    let line = Audited { event, tenant: tenant.to_owned(), subject: subject.chars().take(128).collect() };
-    response.extensions_mut().insert(line);
+    response.extensions_mut().insert(Audited::new(event, tenant, subject));
     response
 }
 

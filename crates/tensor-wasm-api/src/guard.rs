@@ -1,6 +1,6 @@
 //! What is refused before a route of the API sees it: requests for a host that is not ours, from pages that are not
-//! ours, and with bodies of a type that the route does not read. Routes that hand a request to a function are the
-//! function's own business, but for the host.
+//! ours, and with bodies of a type that the route does not read. What is for a function is the function's own business
+//! and does not come by here; what a function answers does, where it is answered on the API's host.
 
 use http::request::Parts;
 use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
@@ -17,20 +17,12 @@ const OCTETS: &str = "application/octet-stream";
 const CORS_METHODS: &str = "GET, POST, PUT, DELETE";
 const CORS_HEADERS: &str = "authorization, content-type, idempotency-key, x-tensorwasm-tenant, traceparent, tracestate";
 
-/// The paths whose answers are a function's.
-pub(crate) fn is_function_path(path: &str) -> bool {
-    path.starts_with("/run/") || path.starts_with("/t/")
-}
-
 /// Lets a request for the API through, or says why not. `route` is the pattern it matched.
 pub(crate) fn check(hosts: &Hosts, host: &Host, parts: &Parts, route: Option<&str>) -> Result<(), ApiError> {
     match host {
         Host::Api | Host::Function(_) => {}
         Host::Nobody(why) => return Err(ApiError::new(StatusCode::NOT_FOUND, "not_found", why.clone())),
         Host::Foreign(host) => return Err(hosts::foreign(host)),
-    }
-    if matches!(host, Host::Function(_)) || is_function_path(parts.uri.path()) {
-        return Ok(());
     }
     hosts.check_origin(parts, hosts::authority(parts)?)?;
     match accepted(&parts.method, route.unwrap_or_default()) {
@@ -82,7 +74,6 @@ pub(crate) fn is_preflight(hosts: &Hosts, parts: &Parts) -> bool {
     parts.method == Method::OPTIONS
         && parts.headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
         && allowed_origin(hosts, &parts.headers).is_some()
-        && !is_function_path(parts.uri.path())
 }
 
 pub(crate) fn allowed_origin(hosts: &Hosts, headers: &HeaderMap) -> Option<HeaderValue> {

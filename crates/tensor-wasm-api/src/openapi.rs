@@ -35,8 +35,8 @@ use crate::routes;
         routes::jobs::list,
         routes::jobs::show,
         routes::jobs::cancel,
-        routes::run::path,
-        routes::run::tenants_path,
+        routes::run::below_run,
+        routes::run::below_tenant,
     )
 )]
 struct Document;

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use hyper_util::service::TowerToHyperService;
 use tensor_wasm_exec::Runtime;
 use tensor_wasm_gpu::DeviceEvent;
 use tokio::net::TcpListener;
@@ -311,8 +310,7 @@ async fn connection(
         .max_concurrent_streams(HTTP2_STREAMS_MAX)
         .keep_alive_interval(Some(header_read))
         .keep_alive_timeout(header_read);
-    let service = TowerToHyperService::new(dispatch);
-    let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), service));
+    let mut connection = std::pin::pin!(builder.serve_connection(TokioIo::new(stream), dispatch));
     let ended = tokio::select! {
         ended = connection.as_mut() => ended,
         () = async { drop(closing.wait_for(|closing| *closing).await) } => {

@@ -1,9 +1,10 @@
 //! Trace context: W3C `traceparent` and `tracestate` in, `x-trace-id` and `traceparent` out, spans to an OTLP collector
 //! where `TENSOR_WASM_OTLP_ENDPOINT` names one, and the process's own log (`TENSOR_WASM_LOG`).
 
+use bytes::Bytes;
 use http::{HeaderMap, HeaderValue};
 use opentelemetry::Context;
-use opentelemetry::propagation::{Injector, TextMapPropagator};
+use opentelemetry::propagation::TextMapPropagator;
 use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState, TracerProvider};
 use opentelemetry_http::HeaderExtractor;
 use opentelemetry_otlp::{WithExportConfig, WithHttpConfig};
@@ -85,26 +86,36 @@ pub(crate) struct Trace {
     tracestate: Option<HeaderValue>,
 }
 
+/// Where the trace's id is in a `traceparent`, whose version and lengths are ours.
+const ID_IN_TRACEPARENT: std::ops::Range<usize> = 3..35;
+
 impl Trace {
     /// Continues the caller's trace, or begins one. A malformed header begins a new one, as the standard asks.
     /// `exported` is the request's span where spans are exported: it joins the caller's trace, and the ids are the
     /// exporter's.
     pub(crate) fn begin(headers: &HeaderMap, exported: Option<&Span>) -> Trace {
-        let propagator = TraceContextPropagator::new();
         let parent = headers.contains_key(TRACEPARENT).then(|| {
-            let context = propagator.extract_with_context(&Context::new(), &HeaderExtractor(headers));
+            let context =
+                TraceContextPropagator::new().extract_with_context(&Context::new(), &HeaderExtractor(headers));
             context.span().span_context().clone()
         });
         let parent = parent.filter(SpanContext::is_valid);
         let own = exported.and_then(|span| join(span, parent.as_ref())).unwrap_or_else(|| child(parent.as_ref()));
-        let trace_id = u128::from_be_bytes(own.trace_id().to_bytes());
-        let mut told = Trace { trace_id, traceparent: HeaderValue::from_static(""), tracestate: None };
-        propagator.inject_context(&Context::new().with_remote_span_context(own), &mut told);
-        told
+        let state = parent.map(|parent| parent.trace_state().header()).filter(|state| !state.is_empty());
+        let text = format!("00-{:032x}-{:016x}-{:02x}", own.trace_id(), own.span_id(), own.trace_flags());
+        Trace {
+            trace_id: u128::from_be_bytes(own.trace_id().to_bytes()),
+            traceparent: HeaderValue::from_maybe_shared(Bytes::from(text)).unwrap_or(HeaderValue::from_static("")),
+            tracestate: state.and_then(|state| HeaderValue::try_from(state).ok()),
+        }
     }
 
-    pub(crate) fn id_hex(&self) -> String {
-        format!("{:032x}", self.trace_id)
+    pub(crate) fn id_hex(&self) -> &str {
+        self.traceparent.to_str().ok().and_then(|text| text.get(ID_IN_TRACEPARENT)).unwrap_or_default()
+    }
+
+    pub(crate) fn id(&self) -> HeaderValue {
+        HeaderValue::from_str(self.id_hex()).unwrap_or(HeaderValue::from_static(""))
     }
 
     pub(crate) fn traceparent(&self) -> HeaderValue {
@@ -117,17 +128,6 @@ impl Trace {
         match &self.tracestate {
             Some(state) => drop(headers.insert(TRACESTATE, state.clone())),
             None => drop(headers.remove(TRACESTATE)),
-        }
-    }
-}
-
-impl Injector for Trace {
-    fn set(&mut self, key: &str, value: String) {
-        let Ok(value) = HeaderValue::try_from(value) else { return };
-        match key {
-            TRACEPARENT => self.traceparent = value,
-            TRACESTATE => self.tracestate = Some(value).filter(|state| !state.is_empty()),
-            _ => {}
         }
     }
 }
