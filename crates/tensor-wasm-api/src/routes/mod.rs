@@ -26,7 +26,8 @@ use crate::gateway::{self, Shared};
 use crate::hosts::{self, Host};
 use crate::routes::run::Destination;
 
-/// Every route of the API but the functions' own paths. `openapi.rs` describes the same list; a test holds the two together.
+/// Every route of the API but the functions' own paths. `openapi.rs` describes the same list; a test holds the two
+/// together.
 fn api(gateway: Shared) -> Router {
     Router::new()
         .route("/", get(system::dashboard))
@@ -63,7 +64,8 @@ pub(crate) struct Reached {
 }
 
 /// Decides by its host and path whether a request is for the API or for a function. A function's requests do not pass
-/// the router, which has nothing to decide for them: matching, boxed futures and extensions took 4 µs of a hello's 60.
+/// the router, which has nothing to decide for them: it, its boxed futures, the extensions and a span nobody read took a
+/// fifth of the CPU time of a hello.
 #[derive(Clone)]
 pub(crate) struct Dispatch {
     gateway: Shared,
