@@ -64,8 +64,8 @@ pub(crate) struct Reached {
 }
 
 /// Decides by its host and path whether a request is for the API or for a function. A function's requests do not pass
-/// the router, which has nothing to decide for them: it, its boxed futures, the extensions and a span nobody read took a
-/// fifth of the CPU time of a hello.
+/// the router, which has nothing to decide for them: it, boxed futures, extensions and a span nobody read took a fifth
+/// of the CPU time of a hello.
 #[derive(Clone)]
 pub(crate) struct Dispatch {
     gateway: Shared,
