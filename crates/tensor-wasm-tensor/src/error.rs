@@ -55,6 +55,8 @@ pub enum ErrorKind {
     GraphFreed,
     #[error("nothing it depends on asks for gradients")]
     NoGradient,
+    #[error("the gradient of element {element} of input {input} is {gradient}, and the slope there {slope}")]
+    WrongGradient { input: usize, element: usize, gradient: f64, slope: f64 },
     #[error("an integer is divided by zero")]
     DivisionByZero,
     #[error("elements are {found}, and {asked} was asked for")]

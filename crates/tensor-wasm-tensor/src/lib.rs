@@ -18,8 +18,10 @@ mod autograd;
 mod cpu;
 mod dtype;
 mod error;
+pub mod expression;
 mod graph;
 pub mod nn;
+pub mod operations;
 mod random;
 #[cfg(test)]
 mod reference;
@@ -35,4 +37,6 @@ pub use error::{ErrorKind, Result, TensorError};
 pub use schedule::{Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
-pub use train::{AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, clip_grad_norm, clip_grad_value};
+pub use train::{
+    AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm, clip_grad_value,
+};

@@ -171,6 +171,7 @@ impl Tensor {
             patches.reshape_to(shape_of(&[batch, groups, depth * height * width, high * wide], operation, at)?, at);
         let matrix = shape_of(&[1, groups, count / groups, depth * height * width], operation, at)?;
         let product = filters.reshape_to(matrix, at).matrix_product(&patches, at);
+        product.check()?;
         Ok(product.reshape_to(shape_of(&[batch, count, high, wide], operation, at)?, at))
     }
 
@@ -221,6 +222,7 @@ impl Tensor {
             let images = self.reshape_to(of(&[batch, groups, each, high * wide])?, at);
             let matrix = filters.reshape_to(of(&[1, groups, each, depth * height * width])?, at).t();
             let patches = matrix.matrix_product(&images, at);
+            patches.check()?;
             let patches = patches.reshape_to(of(&[batch, groups * depth, height, width, high, wide])?, at);
             let order = of(&[batch, groups * depth, high, wide, height, width])?;
             let patches = patches.moved(Movement::Permute([0, 1, 4, 5, 2, 3, 0, 0]), order, at);
@@ -288,6 +290,9 @@ impl Tensor {
         let at = Location::caller();
         if let Err(error) = self.check() {
             return Tensor::holding(error);
+        }
+        if !self.dtype().is_float() {
+            return self.wrong_dtype("dropout", "floats", at);
         }
         if !(0.0..1.0).contains(&probability) {
             let why = format!("a probability of {probability}; it is at least 0 and less than 1");

@@ -19,6 +19,12 @@ impl Axes for () {
     }
 }
 
+impl Axes for Option<Vec<isize>> {
+    fn axes(&self) -> Option<Vec<isize>> {
+        self.clone()
+    }
+}
+
 impl Axes for isize {
     fn axes(&self) -> Option<Vec<isize>> {
         Some(vec![*self])
