@@ -34,7 +34,7 @@ pub use autograd::{grad, no_grad};
 pub use cpu::{set_threads, threads, used_bytes};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
-pub use schedule::{Mode, plans_made};
+pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
 pub use train::{

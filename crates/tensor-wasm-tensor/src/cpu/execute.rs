@@ -8,16 +8,16 @@ use super::special;
 use crate::error::ErrorKind;
 use crate::graph::{Storage, Value};
 use crate::schedule::CompiledPlan;
-use crate::schedule::plan::{BufferView, Parameter, Plan, Source, Step};
+use crate::schedule::plan::{BufferView, MapKernel, Parameter, Plan, Slot, Source, Step};
 
-/// What this device has made of a plan's kernels, one for each step.
+/// What this device has made of a plan's kernels, one for each step: the step itself, or what follows it.
 pub(crate) struct CpuKernels(Vec<Option<MapProgram>>);
 
 impl CpuKernels {
     pub(crate) fn compile(plan: &Plan) -> CpuKernels {
         let program = |step: &Step| match step {
             Step::Map(kernel) => Some(MapProgram::compile(kernel)),
-            Step::Special(_) => None,
+            Step::Special(kernel) => kernel.epilogue.as_ref().map(MapProgram::compile),
         };
         CpuKernels(plan.steps.iter().map(program).collect())
     }
@@ -38,6 +38,22 @@ impl Buffers<'_> {
         found.ok_or_else(|| ErrorKind::Bug { why: format!("{source:?} is not there") })
     }
 
+    /// Where a kernel's results go: into new buffers, or into those that it takes over.
+    fn results(&self, plan: &Plan, kernel: &MapKernel) -> Result<Vec<Arc<Storage>>, ErrorKind> {
+        let result = |(store, (_, slot)): (usize, &(usize, usize))| match kernel.in_place.get(store).copied().flatten()
+        {
+            Some(load) => self.storage(kernel.loads[load].source).cloned(),
+            None => allocate(&plan.slots[*slot]),
+        };
+        kernel.stores.iter().enumerate().map(result).collect()
+    }
+
+    fn keep(&mut self, kernel: &MapKernel, made: Vec<Arc<Storage>>) {
+        for ((_, slot), storage) in kernel.stores.iter().zip(made) {
+            self.slots[*slot] = Some(storage);
+        }
+    }
+
     pub(super) fn get(&self, source: Source) -> Result<&CpuBuffer, ErrorKind> {
         let Storage::Cpu(buffer) = &**self.storage(source)?;
         Ok(buffer)
@@ -56,6 +72,11 @@ impl Buffers<'_> {
     }
 }
 
+fn allocate(slot: &Slot) -> Result<Arc<Storage>, ErrorKind> {
+    let bytes = slot.shape.numel() * slot.dtype.size();
+    CpuBuffer::uninitialized(bytes).map(|buffer| Arc::new(Storage::Cpu(buffer))).ok_or(ErrorKind::OutOfMemory { bytes })
+}
+
 /// Runs a plan, and returns what its outputs are, or the node that could not be computed.
 pub(crate) fn execute(
     compiled: &CompiledPlan,
@@ -64,26 +85,31 @@ pub(crate) fn execute(
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let CompiledPlan { plan, kernels } = compiled;
     let mut buffers = Buffers { leaves, slots: plan.slots.iter().map(|_| None).collect() };
-    let allocate = |slot: usize| {
-        let slot = &plan.slots[slot];
-        let bytes = slot.shape.numel() * slot.dtype.size();
-        CpuBuffer::uninitialized(bytes).ok_or(ErrorKind::OutOfMemory { bytes })
-    };
     for (n, step) in plan.steps.iter().enumerate() {
         let failed = |what: ErrorKind| (step.node(), what);
         match (step, &kernels.0[n]) {
             (Step::Map(kernel), Some(program)) => {
-                let made = kernel.stores.iter().map(|(_, slot)| allocate(*slot)).collect::<Result<Vec<_>, _>>();
-                let made = made.map_err(failed)?;
-                program.run(kernel, &buffers, &made, parameters).map_err(failed)?;
-                for ((_, slot), buffer) in kernel.stores.iter().zip(made) {
-                    buffers.slots[*slot] = Some(Arc::new(Storage::Cpu(buffer)));
-                }
+                let made = buffers.results(plan, kernel).map_err(failed)?;
+                let run = program.prepare(kernel, &buffers, &made, parameters).map_err(failed)?;
+                run.whole().and_then(|()| run.check()).map_err(failed)?;
+                buffers.keep(kernel, made);
             }
-            (Step::Special(kernel), _) => {
-                let made = allocate(kernel.slot).map_err(failed)?;
-                special::run(kernel, &buffers, &made).map_err(failed)?;
-                buffers.slots[kernel.slot] = Some(Arc::new(Storage::Cpu(made)));
+            (Step::Special(kernel), program) => {
+                buffers.slots[kernel.slot] = Some(allocate(&plan.slots[kernel.slot]).map_err(failed)?);
+                match kernel.epilogue.as_ref().zip(program.as_ref()) {
+                    None => special::run(kernel, &buffers, None).map_err(failed)?,
+                    Some((after, program)) => {
+                        let made = buffers.results(plan, after).map_err(failed)?;
+                        let run = program.prepare(after, &buffers, &made, parameters).map_err(failed)?;
+                        let finish = |start: usize, count: usize| run.range(start, count);
+                        // What is not computed in the order of its elements waits until all are there.
+                        let is_inside = run.is_linear() && special::finishes(kernel);
+                        special::run(kernel, &buffers, is_inside.then_some(&finish)).map_err(failed)?;
+                        let rest = if is_inside { Ok(()) } else { run.whole() };
+                        rest.and_then(|()| run.check()).map_err(|what| (after.node, what))?;
+                        buffers.keep(after, made);
+                    }
+                }
             }
             (Step::Map(_), None) => return Err(failed(ErrorKind::Bug { why: "a kernel was not compiled".to_owned() })),
         }

@@ -344,8 +344,11 @@ impl<T> Packed<T> {
     }
 }
 
+/// Is told which elements of the result are there: so many from one on. They are still in the cache then.
+pub(super) type Finish<'f> = dyn Fn(usize, usize) + Sync + 'f;
+
 /// Multiplies matrices.
-pub(super) fn multiply<T: Multiply>(product: &Product<T>) -> Result<(), ErrorKind> {
+pub(super) fn multiply<T: Multiply>(product: &Product<T>, finish: Option<&Finish<'_>>) -> Result<(), ErrorKind> {
     let Product { m, n, k, .. } = *product;
     if m == 0 || n == 0 {
         return Ok(());
@@ -353,6 +356,7 @@ pub(super) fn multiply<T: Multiply>(product: &Product<T>) -> Result<(), ErrorKin
     if k == 0 {
         // SAFETY: the result has so many elements.
         unsafe { (0..m * n).for_each(|at| product.to.add(at).write(T::default())) };
+        finish.inspect(|finish| finish(0, m * n));
         return Ok(());
     }
     let tile = T::tile();
@@ -425,6 +429,12 @@ pub(super) fn multiply<T: Multiply>(product: &Product<T>) -> Result<(), ErrorKin
                         // SAFETY: both were packed, or lie in lines; the rows of a block are written by nobody else.
                         unsafe { tile_product(&tile, &sliver, height, width) };
                     }
+                }
+                let Some(finish) = finish.filter(|_| first_step + steps == k) else { return };
+                if columns == n {
+                    finish(first_row * n, (end - first_row) * n);
+                } else {
+                    (first_row..end).for_each(|row| finish(row * n + first_column, columns));
                 }
             });
         }
@@ -544,7 +554,7 @@ mod tests {
             column: random.column,
         };
         let (left, right) = (matrix(&left, &a), matrix(&right, &b));
-        multiply(&Product { m, n, k, left, right, to: found.as_mut_ptr() }).unwrap();
+        multiply(&Product { m, n, k, left, right, to: found.as_mut_ptr() }, None).unwrap();
         for row in 0..m {
             for column in 0..n {
                 let sum: f64 = (0..k).map(|step| a.at(row, step) * b.at(step, column)).sum();

@@ -13,3 +13,18 @@ mod tile;
 pub(crate) use math::wide_erf;
 pub use memory::used_bytes;
 pub use threads::{set_threads, threads};
+
+use crate::dtype::DType;
+
+/// The vector instructions that kernels use.
+pub(crate) fn instructions() -> &'static str {
+    tile::instructions()
+}
+
+/// What multiplies matrices of a type.
+pub(crate) fn product_by(dtype: DType) -> String {
+    match dtype {
+        DType::F32 | DType::F64 => format!("own kernels ({})", instructions()),
+        _ => "a plain loop".to_owned(),
+    }
+}

@@ -4,13 +4,13 @@
 use half::{bf16, f16};
 
 use super::execute::Buffers;
-use super::gemm::{Matrix, Multiply, Product, multiply};
+use super::gemm::{Finish, Matrix, Multiply, Product, multiply};
 use super::memory::CpuBuffer;
 use super::threads::parallel;
 use crate::dtype::{DType, Element};
 use crate::error::ErrorKind;
 use crate::graph::op::Op;
-use crate::schedule::plan::SpecialKernel;
+use crate::schedule::plan::{Source, SpecialKernel};
 use crate::shape::{Layout, Shape};
 
 /// Elements that are worth a thread.
@@ -31,17 +31,24 @@ macro_rules! with_type {
     };
 }
 
-pub(super) fn run(kernel: &SpecialKernel, buffers: &Buffers<'_>, made: &CpuBuffer) -> Result<(), ErrorKind> {
+/// Whether a kernel can say which of its elements are there before all of them are.
+pub(super) fn finishes(kernel: &SpecialKernel) -> bool {
+    matches!(kernel.op, Op::Matmul) && matches!(kernel.dtype, DType::F32 | DType::F64)
+}
+
+/// Fills the kernel's slot. `finish` is told which elements are there, if it is a kernel that can say so.
+pub(super) fn run(kernel: &SpecialKernel, buffers: &Buffers<'_>, finish: Option<&Finish<'_>>) -> Result<(), ErrorKind> {
     let mut inputs = Vec::with_capacity(kernel.inputs.len());
     for view in &kernel.inputs {
         inputs.push(Input { buffer: buffers.view(view)?, layout: view.layout });
     }
     let dtype = kernel.inputs.first().map_or(kernel.dtype, |view| view.dtype);
+    let made = buffers.get(Source::Slot(kernel.slot))?;
     let run = Special { inputs, shape: kernel.shape, to: Output(made.as_ptr()) };
     match &kernel.op {
         Op::Matmul => match dtype {
-            DType::F32 => return fast_matmul::<f32>(&run),
-            DType::F64 => return fast_matmul::<f64>(&run),
+            DType::F32 => return fast_matmul::<f32>(&run, finish),
+            DType::F64 => return fast_matmul::<f64>(&run, finish),
             _ => with_type!(dtype, matmul(&run)),
         },
         Op::ArgReduce { axis, largest } => with_type!(dtype, arg_reduce(&run, *axis, *largest)),
@@ -176,7 +183,7 @@ fn each_line(shape: &Shape, axis: usize, layout: &Layout, work: &(dyn Fn(usize, 
 }
 
 /// Products of floats that there are kernels for.
-fn fast_matmul<T: Number + Multiply>(run: &Special<'_>) -> Result<(), ErrorKind> {
+fn fast_matmul<T: Number + Multiply>(run: &Special<'_>, finish: Option<&Finish<'_>>) -> Result<(), ErrorKind> {
     let [a, b] = &run.inputs[..] else { return Ok(()) };
     let rank = run.shape.rank();
     let (m, n, k) = (run.shape[rank - 2], run.shape[rank - 1], a.layout.shape[rank - 1]);
@@ -194,7 +201,9 @@ fn fast_matmul<T: Number + Multiply>(run: &Special<'_>) -> Result<(), ErrorKind>
     };
     let product = |batch: usize| {
         let to = run.to.0.cast::<T>().wrapping_add(batch * m * n);
-        multiply(&Product { m, n, k, left: matrix(a, batch), right: matrix(b, batch), to })
+        let within = |start: usize, count: usize| finish.map_or((), |finish| finish(batch * m * n + start, count));
+        let product = Product { m, n, k, left: matrix(a, batch), right: matrix(b, batch), to };
+        multiply(&product, finish.is_some().then_some(&within))
     };
     // Many products are shared by whole ones, few by their rows.
     if batches < 4 {

@@ -90,12 +90,20 @@ pub(crate) type IsDefined = bool;
 /// Operands are readable and the result is writable for as many elements as the operation has, of the sizes of their
 /// classes, and the result overlaps no operand.
 pub(crate) unsafe fn run(op: TileOp, args: &TileArgs) -> IsDefined {
-    static RUN: LazyLock<unsafe fn(TileOp, &TileArgs) -> IsDefined> = LazyLock::new(choose);
     // SAFETY: the caller's promise, and the instructions are there.
-    unsafe { RUN(op, args) }
+    unsafe { (CHOSEN.0)(op, args) }
 }
 
-fn choose() -> unsafe fn(TileOp, &TileArgs) -> IsDefined {
+/// The instructions that [`run`] uses.
+pub(crate) fn instructions() -> &'static str {
+    CHOSEN.1
+}
+
+type Runner = unsafe fn(TileOp, &TileArgs) -> IsDefined;
+
+static CHOSEN: LazyLock<(Runner, &str)> = LazyLock::new(choose);
+
+fn choose() -> (Runner, &'static str) {
     #[cfg(target_arch = "x86_64")]
     {
         if std::is_x86_feature_detected!("avx512f")
@@ -103,13 +111,13 @@ fn choose() -> unsafe fn(TileOp, &TileArgs) -> IsDefined {
             && std::is_x86_feature_detected!("avx512dq")
             && std::is_x86_feature_detected!("avx512vl")
         {
-            return run_avx512;
+            return (run_avx512, "AVX-512");
         }
         if std::is_x86_feature_detected!("avx2") {
-            return run_avx2;
+            return (run_avx2, "AVX2");
         }
     }
-    run_baseline
+    (run_baseline, if cfg!(target_arch = "aarch64") { "NEON" } else { "the target's own" })
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -38,8 +38,39 @@ enum Place {
     In(usize, Level),
 }
 
+/// Why an operation is not computed with its inputs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WhyNot {
+    Eager,
+    /// Its input is made by a kernel of its own.
+    Alone,
+    Full,
+    OtherSize,
+    OtherOrder,
+    LongRows,
+    OtherRows,
+    Waits,
+}
+
+impl WhyNot {
+    pub(super) fn reason(self) -> &'static str {
+        match self {
+            WhyNot::Eager => "nothing is fused in eager mode",
+            WhyNot::Alone => "its input comes from a kernel of its own",
+            WhyNot::Full => "the kernel of its input has as many operations as a kernel may have",
+            WhyNot::OtherSize => "its input's kernel goes over another number of elements",
+            WhyNot::OtherOrder => "it reads its input in another order than that is computed in",
+            WhyNot::LongRows => "rows are too long to be kept until they are reduced",
+            WhyNot::OtherRows => "the kernel of its input reduces along other axes",
+            WhyNot::Waits => "it needs something that waits for its input's kernel",
+        }
+    }
+}
+
 struct Group {
     kind: GroupKind,
+    /// The operation it began with, and why that is not part of another.
+    began: Option<(usize, WhyNot)>,
     /// Groups that come before it, as a set of bits.
     before: Vec<u64>,
     /// It is a part of that group now.
@@ -117,30 +148,30 @@ impl<'s> Grouping<'s> {
                 if self.layout(&self.path_over(node, inputs[0])).is_some() {
                     return Place::View;
                 }
-                let group = self.begin(self.shape(inputs[0]), AxisSet::default());
+                let why = self.group_of(self.path(inputs[0]).base).map(|_| WhyNot::OtherOrder);
+                let group = self.begin(self.shape(inputs[0]), AxisSet::default(), why.map(|why| (node, why)));
                 self.join(node, group, Level::Full)
             }
             Op::Reduce(_, axes) => {
                 let (input, axes) = (inputs[0], *axes);
-                if self.mode == Mode::Fused
-                    && let Some(group) = self.group_to_reduce(input, axes)
-                {
-                    return self.join(node, group, Level::Row);
-                }
-                let group = self.begin(self.shape(input), axes);
+                let why = match self.group_to_reduce(input, axes) {
+                    Ok(group) => return self.join(node, group, Level::Row),
+                    Err(why) => why,
+                };
+                let group = self.begin(self.shape(input), axes, why.map(|why| (node, why)));
                 self.join(node, group, Level::Row)
             }
             op if op.is_elementwise() => {
-                if self.mode == Mode::Fused
-                    && let Some((group, level)) = self.group_to_join(node)
-                {
-                    return self.join(node, group, level);
-                }
-                let group = self.begin(self.shape(node), AxisSet::default());
+                let why = match self.group_to_join(node) {
+                    Ok((group, level)) => return self.join(node, group, level),
+                    Err(why) => why,
+                };
+                let group = self.begin(self.shape(node), AxisSet::default(), why.map(|why| (node, why)));
                 self.join(node, group, Level::Full)
             }
             _ => {
-                self.groups.push(Group { kind: GroupKind::Special(node), before: Vec::new(), merged: None });
+                let kind = GroupKind::Special(node);
+                self.groups.push(Group { kind, began: None, before: Vec::new(), merged: None });
                 let group = self.groups.len() - 1;
                 for input in inputs.clone() {
                     let base = self.make_readable(input);
@@ -151,9 +182,9 @@ impl<'s> Grouping<'s> {
         }
     }
 
-    fn begin(&mut self, space: Shape, reduced: AxisSet) -> usize {
+    fn begin(&mut self, space: Shape, reduced: AxisSet, began: Option<(usize, WhyNot)>) -> usize {
         let kind = GroupKind::Map { space, reduced, members: Vec::new() };
-        self.groups.push(Group { kind, before: Vec::new(), merged: None });
+        self.groups.push(Group { kind, began, before: Vec::new(), merged: None });
         self.groups.len() - 1
     }
 
@@ -220,21 +251,23 @@ impl<'s> Grouping<'s> {
         Some((path.base, self.layout(&path)?.reshape(target)?))
     }
 
-    /// Whether a node can be computed in a group at a level, and on which other groups that depends.
-    fn can_take(&self, group: usize, node: usize, level: Level) -> Option<Vec<usize>> {
-        let GroupKind::Map { space, reduced, members } = &self.groups[group].kind else { return None };
+    /// Whether a node can be computed in a group at a level.
+    fn can_take(&self, group: usize, node: usize, level: Level) -> Result<(), WhyNot> {
+        let GroupKind::Map { space, reduced, members } = &self.groups[group].kind else { return Err(WhyNot::Alone) };
         let (space, reduced) = (*space, *reduced);
-        if members.len() >= MEMBERS_MAX || (level == Level::Row && !has_short_rows(space, reduced)) {
-            return None;
+        if members.len() >= MEMBERS_MAX {
+            return Err(WhyNot::Full);
+        }
+        if level == Level::Row && !has_short_rows(space, reduced) {
+            return Err(WhyNot::LongRows);
         }
         let row = rows(space, reduced);
         let target = if level == Level::Full { space } else { row };
         if self.shape(node).numel() != target.numel() {
-            return None;
+            return Err(WhyNot::OtherSize);
         }
-        let mut others = Vec::new();
         for input in &self.snapshot.nodes[node].inputs {
-            let (base, layout) = self.read(*input, target)?;
+            let (base, layout) = self.read(*input, target).ok_or(WhyNot::OtherOrder)?;
             match self.group_of(base) {
                 Some((own, from)) if own == group => {
                     let is_same = match (from, level) {
@@ -247,29 +280,37 @@ impl<'s> Grouping<'s> {
                         }
                         (Level::Full, Level::Row) => false,
                     };
+                    if (from, level) == (Level::Row, Level::Full) && !has_short_rows(space, reduced) {
+                        return Err(WhyNot::LongRows);
+                    }
                     if !is_same || layout.offset != 0 {
-                        return None;
+                        return Err(WhyNot::OtherOrder);
                     }
                 }
                 // What it makes would be needed before it is made.
-                Some((other, _)) if is_in(&self.groups[other].before, group) => return None,
-                Some((other, _)) => others.push(other),
-                None => {}
+                Some((other, _)) if is_in(&self.groups[other].before, group) => return Err(WhyNot::Waits),
+                _ => {}
             }
         }
-        Some(others)
+        Ok(())
     }
 
-    fn group_to_join(&mut self, node: usize) -> Option<(usize, Level)> {
+    /// The group that an elementwise operation can join; where there is none, why not, if there is a reason.
+    fn group_to_join(&mut self, node: usize) -> Result<(usize, Level), Option<WhyNot>> {
+        if self.mode == Mode::Eager {
+            return Err(Some(WhyNot::Eager));
+        }
+        let mut why = None;
         let inputs = self.snapshot.nodes[node].inputs.clone();
         let mut candidates: Vec<usize> = Vec::new();
         for input in inputs {
             let base = self.path(input).base;
-            if let Some((group, _)) = self.group_of(base)
-                && matches!(self.groups[group].kind, GroupKind::Map { .. })
-                && !candidates.contains(&group)
-            {
-                candidates.push(group);
+            match self.group_of(base) {
+                Some((group, _)) if matches!(self.groups[group].kind, GroupKind::Special(_)) => {
+                    why = Some(WhyNot::Alone);
+                }
+                Some((group, _)) if !candidates.contains(&group) => candidates.push(group),
+                _ => {}
             }
         }
         // Those that were begun last are the closest.
@@ -279,10 +320,17 @@ impl<'s> Grouping<'s> {
         }
         candidates.iter_mut().for_each(|group| *group = self.group(*group));
         candidates.dedup();
-        let levels = [Level::Full, Level::Row];
-        let tries = candidates.iter().flat_map(|group| levels.map(|level| (*group, level)));
-        let mut tries = tries.filter(|(group, level)| self.can_take(*group, node, *level).is_some());
-        tries.next()
+        for group in candidates {
+            for level in [Level::Full, Level::Row] {
+                match self.can_take(group, node, level) {
+                    Ok(()) => return Ok((group, level)),
+                    // Of another size at one level it is at the other, or not at all.
+                    Err(WhyNot::OtherSize) if why.is_some() => {}
+                    Err(reason) => why = Some(reason),
+                }
+            }
+        }
+        Err(why)
     }
 
     /// Makes two groups one, if they have the same space and neither waits for the other.
@@ -319,17 +367,51 @@ impl<'s> Grouping<'s> {
     }
 
     /// The group that computes what is reduced, if it can reduce it too.
-    fn group_to_reduce(&self, input: usize, axes: AxisSet) -> Option<usize> {
+    fn group_to_reduce(&self, input: usize, axes: AxisSet) -> Result<usize, Option<WhyNot>> {
+        if self.mode == Mode::Eager {
+            return Err(Some(WhyNot::Eager));
+        }
         let path = self.path(input);
-        let (group, level) = self.group_of(path.base)?;
-        let GroupKind::Map { space, reduced, members } = &self.groups[group].kind else { return None };
-        let layout = self.layout(&path)?;
-        let fits = level == Level::Full
-            && layout.shape == *space
-            && layout.is_contiguous()
-            && (reduced.is_empty() || *reduced == axes)
-            && members.len() < MEMBERS_MAX;
-        fits.then_some(group)
+        let (group, level) = self.group_of(path.base).ok_or(None)?;
+        let GroupKind::Map { space, reduced, members } = &self.groups[group].kind else {
+            return Err(Some(WhyNot::Alone));
+        };
+        let layout = self.layout(&path).ok_or(Some(WhyNot::OtherOrder))?;
+        let why = if level != Level::Full || layout.shape.numel() != space.numel() {
+            WhyNot::OtherSize
+        } else if layout.shape != *space || !layout.is_contiguous() {
+            WhyNot::OtherOrder
+        } else if !reduced.is_empty() && *reduced != axes {
+            WhyNot::OtherRows
+        } else if members.len() >= MEMBERS_MAX {
+            WhyNot::Full
+        } else {
+            return Ok(group);
+        };
+        Err(Some(why))
+    }
+
+    /// Operations that began a kernel though an input of theirs comes from another, and why.
+    pub(super) fn apart(&self) -> impl Iterator<Item = (usize, WhyNot)> {
+        let is_whole = |group: &&Group| group.merged.is_none();
+        self.groups.iter().filter(is_whole).filter_map(|group| group.began)
+    }
+
+    /// Groups in an order in which they can be computed.
+    fn order(&self) -> Vec<usize> {
+        let mut order: Vec<usize> =
+            (0..self.groups.len()).filter(|group| self.groups[*group].merged.is_none()).collect();
+        // Whatever comes before a group has fewer groups before it.
+        let before = |group: &usize| {
+            let own = &self.groups[*group].before;
+            let known = (0..self.groups.len()).filter(|other| is_in(own, *other));
+            let mut roots: Vec<usize> = known.map(|other| self.group(other)).collect();
+            roots.sort_unstable();
+            roots.dedup();
+            roots.len()
+        };
+        order.sort_by_cached_key(|group| (before(group), *group));
+        order
     }
 
     /// Adds a node to a group, which can take it.
@@ -371,7 +453,7 @@ impl<'s> Grouping<'s> {
     fn make_readable(&mut self, node: usize) -> usize {
         let base = self.path(node).base;
         if self.places[base] == Place::Everywhere {
-            let group = self.begin(self.shape(base), AxisSet::default());
+            let group = self.begin(self.shape(base), AxisSet::default(), None);
             self.places[base] = self.join(base, group, Level::Full);
         }
         if self.places[base] != Place::Leaf {
@@ -387,22 +469,10 @@ impl<'s> Grouping<'s> {
         });
     }
 
-    pub(super) fn plan(self) -> Plan {
-        let mut order: Vec<usize> =
-            (0..self.groups.len()).filter(|group| self.groups[*group].merged.is_none()).collect();
-        // Whatever comes before a group has fewer groups before it.
-        let before = |group: &usize| {
-            let own = &self.groups[*group].before;
-            let known = (0..self.groups.len()).filter(|other| is_in(own, *other));
-            let mut roots: Vec<usize> = known.map(|other| self.group(other)).collect();
-            roots.sort_unstable();
-            roots.dedup();
-            roots.len()
-        };
-        order.sort_by_cached_key(|group| (before(group), *group));
-        let steps: Vec<Step> = order.iter().filter_map(|group| self.step(*group)).collect();
+    pub(super) fn plan(&self) -> Plan {
+        let steps: Vec<Step> = self.order().iter().filter_map(|group| self.step(*group)).collect();
         let outputs: Vec<BufferView> = self.snapshot.outputs.iter().filter_map(|node| self.view(*node)).collect();
-        let mut slots: Vec<Slot> = self
+        let slots: Vec<Slot> = self
             .stored
             .iter()
             .map(|node| Slot {
@@ -411,21 +481,7 @@ impl<'s> Grouping<'s> {
                 last_step: None,
             })
             .collect();
-        for (n, step) in steps.iter().enumerate() {
-            let (read, written): (&[BufferView], Vec<usize>) = match step {
-                Step::Map(kernel) => (&kernel.loads, kernel.stores.iter().map(|(_, slot)| *slot).collect()),
-                Step::Special(kernel) => (&kernel.inputs, vec![kernel.slot]),
-            };
-            let read =
-                read.iter().filter_map(|view| if let Source::Slot(slot) = view.source { Some(slot) } else { None });
-            read.chain(written).for_each(|slot| slots[slot].last_step = Some(n));
-        }
-        for output in &outputs {
-            if let Source::Slot(slot) = output.source {
-                slots[slot].last_step = None;
-            }
-        }
-        Plan { steps, slots, outputs }
+        Plan::new(steps, slots, outputs, self.mode)
     }
 
     /// A node as a buffer read under a layout.
@@ -449,7 +505,8 @@ impl<'s> Grouping<'s> {
                 let SpecialNode { op, inputs, shape, dtype } = self.special(*node);
                 let inputs = inputs.iter().filter_map(|input| self.view(*input)).collect();
                 self.slots.get(node).map(|slot| {
-                    Step::Special(SpecialKernel { op: op.clone(), inputs, shape, dtype, slot: *slot, node: *node })
+                    let (slot, node, op) = (*slot, *node, op.clone());
+                    Step::Special(SpecialKernel { op, inputs, shape, dtype, slot, node, epilogue: None })
                 })
             }
             GroupKind::Map { space, reduced, members } => {
@@ -479,7 +536,7 @@ impl<'s> Grouping<'s> {
             matches!(node.op, Op::Binary(BinaryOp::Div | BinaryOp::Rem)) && !node.node.dtype.is_float()
         };
         let node = needed.iter().rev().find(divides).or(members.last()).copied()?;
-        (!stores.is_empty()).then_some(MapKernel { space, reduced, loads, values, stores, node })
+        (!stores.is_empty()).then_some(MapKernel { space, reduced, loads, values, stores, in_place: Vec::new(), node })
     }
 
     /// The members that something stored depends on.

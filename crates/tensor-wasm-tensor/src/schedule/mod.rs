@@ -2,6 +2,7 @@
 //! give it rows; what consumes a row joins too where a whole row fits into the cache. Views are not computed: they are
 //! layouts under which buffers are read.
 
+mod explain;
 mod group;
 pub(crate) mod plan;
 mod snapshot;
@@ -11,6 +12,8 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+pub(crate) use self::explain::explain;
+pub use self::explain::{ExplainedKernel, Explanation};
 use self::group::Grouping;
 use self::plan::Plan;
 use self::snapshot::Snapshot;
@@ -68,9 +71,20 @@ pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError
     Ok(())
 }
 
-fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
+fn key(snapshot: &Snapshot, mode: Mode) -> Vec<u64> {
     let mut key = snapshot.key.clone();
     key.push(u64::from(mode == Mode::Eager));
+    key
+}
+
+/// Whether there is a plan for it.
+fn is_planned(snapshot: &Snapshot, mode: Mode) -> bool {
+    let key = key(snapshot, mode);
+    PLANS.lock().iter().any(|(known, _)| **known == *key)
+}
+
+fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
+    let key = key(snapshot, mode);
     {
         let mut plans = PLANS.lock();
         if let Some(at) = plans.iter().position(|(known, _)| **known == *key) {

@@ -1,6 +1,7 @@
 //! What a graph is scheduled to: kernels in an order, and the buffers between them. Nothing here knows a device, and
 //! nothing that changes from one run of the same graph to the next (elements, scalars, seeds) is part of it.
 
+use super::Mode;
 use crate::dtype::{DType, Scalar};
 use crate::graph::op::{BinaryOp, Op, ReduceOp, UnaryOp};
 use crate::shape::{AxisSet, Layout, Shape};
@@ -53,6 +54,8 @@ pub(crate) struct SpecialKernel {
     pub slot: usize,
     /// The node that it computes, counted as the graph's nodes are.
     pub node: usize,
+    /// What is done to its elements as soon as they are there: an expression without reductions over all of them.
+    pub epilogue: Option<MapKernel>,
 }
 
 /// A fused expression over an index space, with reductions over some of its axes.
@@ -65,6 +68,9 @@ pub(crate) struct MapKernel {
     pub values: Vec<MapValue>,
     /// Which values go to which slots.
     pub stores: Vec<(usize, usize)>,
+    /// For each store the load whose buffer it takes over: nobody reads that after this kernel, and this one reads each
+    /// element before it writes the one in its place.
+    pub in_place: Vec<Option<usize>>,
     /// The node whose computing may fail, or else the last, counted as the graph's nodes are.
     pub node: usize,
 }
@@ -110,6 +116,24 @@ pub(crate) enum Parameter {
 }
 
 impl Step {
+    /// Everything that it reads.
+    pub(crate) fn reads(&self) -> impl Iterator<Item = &BufferView> {
+        let (own, after): (&[BufferView], &[BufferView]) = match self {
+            Step::Map(kernel) => (&kernel.loads, &[]),
+            Step::Special(kernel) => (&kernel.inputs, kernel.epilogue.as_ref().map_or(&[], |after| &after.loads)),
+        };
+        own.iter().chain(after)
+    }
+
+    /// The slots that it fills.
+    pub(crate) fn writes(&self) -> impl Iterator<Item = usize> {
+        let (own, map) = match self {
+            Step::Map(kernel) => (None, Some(kernel)),
+            Step::Special(kernel) => (Some(kernel.slot), kernel.epilogue.as_ref()),
+        };
+        own.into_iter().chain(map.into_iter().flat_map(|map| map.stores.iter().map(|(_, slot)| *slot)))
+    }
+
     /// The node to name when it fails.
     pub(crate) fn node(&self) -> usize {
         match self {
@@ -131,7 +155,88 @@ impl ValueKind {
     }
 }
 
+impl Plan {
+    pub(crate) fn new(steps: Vec<Step>, mut slots: Vec<Slot>, outputs: Vec<BufferView>, mode: Mode) -> Plan {
+        let mut steps = if mode == Mode::Fused { with_epilogues(steps) } else { steps };
+        for (n, step) in steps.iter().enumerate() {
+            let read = step.reads().filter_map(BufferView::slot);
+            read.chain(step.writes()).for_each(|slot| slots[slot].last_step = Some(n));
+        }
+        outputs.iter().filter_map(BufferView::slot).for_each(|slot| slots[slot].last_step = None);
+        for (n, step) in steps.iter_mut().enumerate().filter(|_| mode == Mode::Fused) {
+            match step {
+                Step::Map(kernel) => kernel.work_in_place(n, &slots),
+                Step::Special(SpecialKernel { epilogue: Some(kernel), .. }) => kernel.work_in_place(n, &slots),
+                Step::Special(_) => {}
+            }
+        }
+        Plan { steps, slots, outputs }
+    }
+}
+
+/// Gives products of matrices what follows them, if it goes over the same elements and needs nothing that comes later.
+fn with_epilogues(steps: Vec<Step>) -> Vec<Step> {
+    let mut steps: Vec<Option<Step>> = steps.into_iter().map(Some).collect();
+    for at in 0..steps.len() {
+        let (before, after) = steps.split_at_mut(at + 1);
+        let (earlier, product) = before.split_at_mut(at);
+        let Some(Some(Step::Special(product))) = product.first_mut() else { continue };
+        if !matches!(product.op, Op::Matmul) {
+            continue;
+        }
+        let is_there =
+            |slot: usize| slot == product.slot || earlier.iter().flatten().any(|step| step.writes().any(|w| w == slot));
+        let follows = |step: &&mut Option<Step>| match step {
+            Some(Step::Map(kernel)) => {
+                let own = |view: &&BufferView| view.slot() == Some(product.slot);
+                let is_straight =
+                    |view: &BufferView| view.layout.has_strides(&kernel.space.strides()) && view.layout.offset == 0;
+                kernel.reduced.is_empty()
+                    && kernel.space.numel() == product.shape.numel()
+                    && kernel.loads.iter().any(|view| own(&view))
+                    && kernel.loads.iter().filter(own).all(is_straight)
+                    && kernel.loads.iter().filter_map(BufferView::slot).all(is_there)
+            }
+            _ => false,
+        };
+        if let Some(found) = after.iter_mut().find(follows)
+            && let Some(Step::Map(kernel)) = found.take()
+        {
+            product.epilogue = Some(kernel);
+        }
+    }
+    steps.into_iter().flatten().collect()
+}
+
+impl BufferView {
+    fn slot(&self) -> Option<usize> {
+        if let Source::Slot(slot) = self.source { Some(slot) } else { None }
+    }
+}
+
 impl MapKernel {
+    /// Finds buffers that end with this kernel, the step `n`, and that its results can take over.
+    fn work_in_place(&mut self, n: usize, slots: &[Slot]) {
+        let mut taken: Vec<usize> = Vec::new();
+        for (value, store) in &self.stores {
+            let (space, is_full) = (self.space, self.values[*value].level == Level::Full);
+            let bytes = slots[*store].dtype.size();
+            let fits = |view: &BufferView| {
+                let Some(slot) = view.slot().filter(|slot| slots[*slot].last_step == Some(n)) else { return false };
+                let reads = self.loads.iter().filter(|other| other.slot() == Some(slot)).count();
+                let is_straight = view.layout.has_strides(&space.strides()) && view.layout.offset == 0;
+                is_full
+                    && reads == 1
+                    && is_straight
+                    && view.dtype.size() == bytes
+                    && slots[slot].shape.numel() == space.numel()
+            };
+            let load = (0..self.loads.len()).find(|load| !taken.contains(load) && fits(&self.loads[*load]));
+            taken.extend(load);
+            self.in_place.push(load);
+        }
+    }
+
     /// The space without its reduced axes, which have size 1.
     pub(crate) fn rows(&self) -> Shape {
         rows(self.space, self.reduced)

@@ -18,7 +18,7 @@ use crate::dtype::{DType, Element};
 use crate::error::{ErrorKind, Result, TensorError};
 use crate::graph::op::Op;
 use crate::graph::{Node, Storage, Value};
-use crate::schedule::{self, Mode};
+use crate::schedule::{self, Explanation, Mode};
 use crate::shape::{Layout, RANK_MAX, Shape};
 
 /// Elements of one type in a shape, computed when they are read. Cloning it clones the handle.
@@ -83,6 +83,17 @@ impl Tensor {
     pub fn realize_all(tensors: &[&Tensor], mode: Mode) -> Result<()> {
         let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
         schedule::realize(&nodes, mode)
+    }
+
+    /// What computing it amounts to: kernels, bytes, operations, and what was not fused, and why not.
+    pub fn explain(&self) -> Result<Explanation> {
+        schedule::explain(std::slice::from_ref(&self.node), Mode::Fused)
+    }
+
+    /// The same for several that are computed at once.
+    pub fn explain_all(tensors: &[&Tensor], mode: Mode) -> Result<Explanation> {
+        let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
+        schedule::explain(&nodes, mode)
     }
 
     fn value(&self) -> Result<Value> {

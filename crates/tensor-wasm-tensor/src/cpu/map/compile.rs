@@ -152,7 +152,9 @@ impl<'k> Compile<'k> {
     fn result(&self, value: usize) -> Option<usize> {
         let is_half = matches!(self.kernel.values[value].dtype, DType::F16 | DType::BF16);
         let store = self.kernel.stores.iter().position(|(stored, _)| *stored == value)?;
-        (!is_half).then_some(store)
+        // Where it takes the place of an operand, that may still be read: it is copied at the end.
+        let is_in_place = self.kernel.in_place.get(store).copied().flatten().is_some();
+        (!is_half && !is_in_place).then_some(store)
     }
 
     fn push(&mut self, kind: InstructionKind, level: Level, to: Source) {

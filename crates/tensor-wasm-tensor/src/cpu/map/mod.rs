@@ -7,15 +7,16 @@ mod accumulate;
 mod compile;
 mod run;
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use self::compile::Compile;
-use self::run::Run;
+pub(super) use self::run::Run;
 use super::execute::Buffers;
-use super::memory::CpuBuffer;
 use super::tile::{Class, TileOp};
 use crate::dtype::DType;
 use crate::error::ErrorKind;
+use crate::graph::Storage;
 use crate::graph::op::ReduceOp;
 use crate::schedule::plan::{Level, MapKernel, Parameter};
 use crate::shape::{Layout, RANK_MAX};
@@ -159,26 +160,23 @@ impl MapProgram {
         Compile::new(kernel).finish()
     }
 
-    pub(super) fn run(
-        &self,
+    /// A run of it, with everything that it reads and writes.
+    pub(super) fn prepare<'r>(
+        &'r self,
         kernel: &MapKernel,
         buffers: &Buffers<'_>,
-        made: &[CpuBuffer],
-        parameters: &[Parameter],
-    ) -> Result<(), ErrorKind> {
+        made: &'r [Arc<Storage>],
+        parameters: &'r [Parameter],
+    ) -> Result<Run<'r>, ErrorKind> {
         let loads = kernel.loads.iter().map(|view| Ok(buffers.view(view)?.as_ptr().cast_const()));
         let loads = loads.collect::<Result<Vec<_>, ErrorKind>>()?;
-        let results: Vec<*mut u8> = made.iter().map(CpuBuffer::as_ptr).collect();
+        let result = |storage: &Arc<Storage>| {
+            let Storage::Cpu(buffer) = &**storage;
+            buffer.as_ptr()
+        };
+        let results: Vec<*mut u8> = made.iter().map(result).collect();
         let sizes: Vec<usize> = kernel.stores.iter().map(|(value, _)| kernel.values[*value].dtype.size()).collect();
-        let is_defined = AtomicBool::new(true);
-        let run = Run { program: self, loads, results, sizes, parameters, is_defined: &is_defined };
-        match &self.strategy {
-            Strategy::Linear { count } => run.linear(*count),
-            Strategy::Blocks { rows, columns } => run.blocks(*rows, *columns),
-            Strategy::Rows { rows, inner } => run.rows(*rows, *inner),
-            Strategy::Accumulate(accumulate) => run.accumulate(accumulate)?,
-        }
-        if is_defined.into_inner() { Ok(()) } else { Err(ErrorKind::DivisionByZero) }
+        Ok(Run { program: self, loads, results, sizes, parameters, is_defined: AtomicBool::new(true) })
     }
 
     /// Elements of a tile.

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::super::memory::ALIGN;
 use super::super::threads::parallel;
 use super::super::tile::{self, Class, TileArgs, TileOp};
-use super::{CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strides, signed};
+use super::{CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strategy, Strides, signed};
 use crate::dtype::{DType, Scalar};
+use crate::error::ErrorKind;
 use crate::random;
 use crate::schedule::plan::{Level, Parameter};
 
@@ -18,14 +19,14 @@ const BLOCK_ROWS: usize = 16;
 const BLOCK_COLUMNS: usize = 256;
 
 /// One run of a program.
-pub(super) struct Run<'r> {
+pub(in crate::cpu) struct Run<'r> {
     pub(super) program: &'r MapProgram,
     pub(super) loads: Vec<*const u8>,
     pub(super) results: Vec<*mut u8>,
     /// Bytes of an element of each result.
     pub(super) sizes: Vec<usize>,
     pub(super) parameters: &'r [Parameter],
-    pub(super) is_defined: &'r AtomicBool,
+    pub(super) is_defined: AtomicBool,
 }
 
 // SAFETY: buffers outlive the run; loads are only read, and each part of a result is written by one thread.
@@ -58,20 +59,39 @@ pub(super) struct Part {
 }
 
 impl Run<'_> {
-    pub(super) fn linear(&self, count: usize) {
-        let tile = self.program.tile(count);
-        let chunk = CHUNK.next_multiple_of(tile);
-        let work = |n: usize| {
-            let end = ((n + 1) * chunk).min(count);
-            self.with_tiles(tile, 1, |tiles| {
-                let mut start = n * chunk;
-                while start < end {
-                    let part = Part { start, count: tile.min(end - start), first_row: 0, rows: 0 };
-                    self.part(tiles, part);
-                    start += tile;
-                }
-            });
-        };
+    /// Whether elements are computed one after the other, so that it can be run on some of them.
+    pub(in crate::cpu) fn is_linear(&self) -> bool {
+        matches!(self.program.strategy, Strategy::Linear { .. })
+    }
+
+    pub(in crate::cpu) fn whole(&self) -> Result<(), ErrorKind> {
+        match &self.program.strategy {
+            Strategy::Linear { count } => self.linear(*count),
+            Strategy::Blocks { rows, columns } => self.blocks(*rows, *columns),
+            Strategy::Rows { rows, inner } => self.rows(*rows, *inner),
+            Strategy::Accumulate(accumulate) => self.accumulate(accumulate)?,
+        }
+        Ok(())
+    }
+
+    /// Whether everything that was computed has a value.
+    pub(in crate::cpu) fn check(&self) -> Result<(), ErrorKind> {
+        if self.is_defined.load(Ordering::Relaxed) { Ok(()) } else { Err(ErrorKind::DivisionByZero) }
+    }
+
+    /// Computes some elements, on this thread.
+    pub(in crate::cpu) fn range(&self, start: usize, count: usize) {
+        let (tile, end) = (self.program.tile(count), start + count);
+        self.with_tiles(tile, 1, |tiles| {
+            for start in (start..end).step_by(tile) {
+                self.part(tiles, Part { start, count: tile.min(end - start), first_row: 0, rows: 0 });
+            }
+        });
+    }
+
+    fn linear(&self, count: usize) {
+        let chunk = CHUNK.next_multiple_of(self.program.tile(count));
+        let work = |n: usize| self.range(n * chunk, chunk.min(count - n * chunk));
         if count < 2 * CHUNK {
             (0..count.div_ceil(chunk)).for_each(work)
         } else {
@@ -79,7 +99,7 @@ impl Run<'_> {
         }
     }
 
-    pub(super) fn blocks(&self, rows: usize, columns: usize) {
+    fn blocks(&self, rows: usize, columns: usize) {
         let tile = self.program.tile(columns.min(BLOCK_COLUMNS));
         let bands = rows.div_ceil(BLOCK_ROWS);
         let work = |band: usize| {
@@ -95,7 +115,7 @@ impl Run<'_> {
         if rows * columns < 2 * CHUNK { (0..bands).for_each(work) } else { parallel(bands, &work) }
     }
 
-    pub(super) fn rows(&self, rows: usize, inner: usize) {
+    fn rows(&self, rows: usize, inner: usize) {
         let tile = self.program.tile(rows * inner);
         let at_once = (tile / inner.max(1)).clamp(1, rows.max(1));
         let chunk = (CHUNK / inner.max(1)).max(1).next_multiple_of(at_once);

@@ -1,0 +1,300 @@
+//! Plans for people: which kernels, what each reads, writes and computes, and what was not fused, and why not.
+
+use std::fmt;
+
+use super::group::{Grouping, WhyNot};
+use super::plan::{BufferView, Level, MapKernel, Plan, Step, ValueKind};
+use super::snapshot::Snapshot;
+use super::{Mode, is_planned};
+use crate::cpu;
+use crate::dtype::DType;
+use crate::error::TensorError;
+use crate::graph::Node;
+use crate::graph::op::Op;
+use crate::shape::Shape;
+use std::sync::Arc;
+
+/// What computing some tensors amounts to. Its `Display` is a table.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Explanation {
+    pub kernels: Vec<ExplainedKernel>,
+    /// Operations that began a kernel of their own though their input comes from another: which, where, and why.
+    pub not_fused: Vec<(&'static str, String, &'static str)>,
+    /// Whether the plan was there already.
+    pub is_planned: bool,
+    /// The most bytes that the plan has between its kernels at once, besides what it is given.
+    pub peak_bytes: usize,
+    /// What it runs on.
+    pub device: String,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExplainedKernel {
+    /// `map` for a fused expression, or the operation that is a kernel by itself.
+    pub kind: &'static str,
+    pub shape: Vec<usize>,
+    pub dtype: DType,
+    /// Operations in the order they are computed; those after a product are done to its elements while they are there.
+    pub operations: Vec<&'static str>,
+    pub read_bytes: usize,
+    pub written_bytes: usize,
+    pub flops: u64,
+    /// Results that take the place of an operand.
+    pub in_place: usize,
+    /// By what it is computed, where there is a choice.
+    pub by: Option<String>,
+}
+
+pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, TensorError> {
+    let snapshot = Snapshot::take(nodes)?;
+    let device = format!("cpu, {} threads, {}", cpu::threads(), cpu::instructions());
+    if snapshot.outputs.is_empty() {
+        return Ok(Explanation { kernels: Vec::new(), not_fused: Vec::new(), is_planned: true, peak_bytes: 0, device });
+    }
+    let is_planned = is_planned(&snapshot, mode);
+    let grouping = Grouping::of(&snapshot, mode);
+    let plan = grouping.plan();
+    let apart = |(node, why): (usize, WhyNot)| {
+        let found = &snapshot.nodes[node];
+        let at = found.node.at;
+        (found.op.name(), format!("{}:{}", at.file(), at.line()), why.reason())
+    };
+    // A product's epilogue is fused after all.
+    let is_after = |node: usize| {
+        let epilogue = |step: &Step| matches!(step, Step::Special(kernel) if kernel.epilogue.is_some());
+        plan.steps.iter().any(|step| epilogue(step) && step_has(step, &snapshot, node))
+    };
+    let not_fused =
+        grouping.apart().filter(|(node, why)| *why != WhyNot::Alone || !is_after(*node)).map(apart).collect();
+    let kernels = plan.steps.iter().map(|step| kernel(step, &plan)).collect();
+    Ok(Explanation { kernels, not_fused, is_planned, peak_bytes: peak_bytes(&plan), device })
+}
+
+/// Whether an operation is computed right after a product, as far as its name and inputs tell.
+fn step_has(step: &Step, snapshot: &Snapshot, node: usize) -> bool {
+    let Step::Special(special) = step else { return false };
+    snapshot.nodes[node].inputs.contains(&special.node)
+        || snapshot.nodes[node].inputs.iter().any(|input| snapshot.nodes[*input].inputs.contains(&special.node))
+}
+
+fn bytes(shape: Shape, dtype: DType) -> usize {
+    shape.numel().saturating_mul(dtype.size())
+}
+
+/// What is read of a buffer: an element that is repeated is read once.
+fn touched(view: &BufferView) -> usize {
+    let own = view.layout.shape.iter().zip(view.layout.strides()).filter(|(_, stride)| **stride != 0);
+    own.map(|(size, _)| *size).product::<usize>().saturating_mul(view.dtype.size())
+}
+
+fn kernel(step: &Step, plan: &Plan) -> ExplainedKernel {
+    let slot_bytes = |slot: usize| bytes(plan.slots[slot].shape, plan.slots[slot].dtype);
+    match step {
+        Step::Map(map) => ExplainedKernel {
+            kind: "map",
+            shape: map.space.to_vec(),
+            dtype: map.stores.first().map_or(DType::F32, |(value, _)| map.values[*value].dtype),
+            operations: operations(map),
+            read_bytes: map.loads.iter().map(touched).sum(),
+            written_bytes: step.writes().map(slot_bytes).sum(),
+            flops: flops(map),
+            in_place: map.in_place.iter().flatten().count(),
+            by: None,
+        },
+        Step::Special(special) => {
+            let after = special.epilogue.as_ref();
+            // What it made is still in the cache when the epilogue reads it.
+            let own = |view: &&BufferView| view.source != super::plan::Source::Slot(special.slot);
+            let read_after: usize = after.map_or(0, |map| map.loads.iter().filter(own).map(touched).sum());
+            let inner = special.inputs.first().map_or(0, |view| view.layout.shape.last().copied().unwrap_or(0));
+            let (count, inner) = (special.shape.numel() as u64, inner as u64);
+            let own_flops = if matches!(special.op, Op::Matmul) { 2 * count * inner } else { 0 };
+            ExplainedKernel {
+                kind: special.op.name(),
+                shape: special.shape.to_vec(),
+                dtype: special.dtype,
+                operations: after.map(operations).unwrap_or_default(),
+                read_bytes: special.inputs.iter().map(touched).sum::<usize>() + read_after,
+                written_bytes: step.writes().map(slot_bytes).sum(),
+                flops: own_flops + after.map_or(0, flops),
+                in_place: after.map_or(0, |map| map.in_place.iter().flatten().count()),
+                by: matches!(special.op, Op::Matmul).then(|| cpu::product_by(special.dtype)),
+            }
+        }
+    }
+}
+
+fn operations(map: &MapKernel) -> Vec<&'static str> {
+    let name = |kind: &ValueKind| match kind {
+        ValueKind::Load(_) | ValueKind::Fill(_) => None,
+        ValueKind::Iota(_) => Some("iota"),
+        ValueKind::Random(..) => Some("random"),
+        ValueKind::Unary(op, _) => Some(op.name()),
+        ValueKind::Binary(op, ..) => Some(op.name()),
+        ValueKind::Where(..) => Some("where"),
+        ValueKind::Cast(_) => Some("cast"),
+        ValueKind::Reduce(op, _) => Some(op.name()),
+    };
+    let names: Vec<&str> = map.values.iter().filter_map(|value| name(&value.kind)).collect();
+    if names.is_empty() { vec!["copy"] } else { names }
+}
+
+fn flops(map: &MapKernel) -> u64 {
+    let (full, rows) = (map.space.numel() as u64, map.rows().numel() as u64);
+    let of = |kind: &ValueKind, level: Level| match kind {
+        ValueKind::Load(_) | ValueKind::Fill(_) | ValueKind::Iota(_) | ValueKind::Random(..) | ValueKind::Cast(_) => 0,
+        ValueKind::Reduce(..) => full,
+        _ if level == Level::Full => full,
+        _ => rows,
+    };
+    map.values.iter().map(|value| of(&value.kind, value.level)).sum()
+}
+
+/// The most bytes in slots at once.
+fn peak_bytes(plan: &Plan) -> usize {
+    let (mut live, mut peak) = (vec![false; plan.slots.len()], 0);
+    for (n, step) in plan.steps.iter().enumerate() {
+        step.writes().for_each(|slot| live[slot] = true);
+        let in_place: usize = match step {
+            Step::Map(map) | Step::Special(super::plan::SpecialKernel { epilogue: Some(map), .. }) => {
+                let taken = map.in_place.iter().zip(&map.stores).filter(|(load, _)| load.is_some());
+                taken.map(|(_, (_, slot))| bytes(plan.slots[*slot].shape, plan.slots[*slot].dtype)).sum()
+            }
+            Step::Special(_) => 0,
+        };
+        let now =
+            plan.slots.iter().zip(&live).filter(|(_, live)| **live).map(|(slot, _)| bytes(slot.shape, slot.dtype));
+        peak = peak.max(now.sum::<usize>() - in_place);
+        for (slot, live) in plan.slots.iter().zip(&mut live) {
+            *live &= slot.last_step != Some(n);
+        }
+    }
+    peak
+}
+
+/// `12.6 MB`.
+fn amount(bytes: usize) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
+    let bytes = bytes as f64;
+    match bytes {
+        b if b < 1e4 => format!("{b:.0} B"),
+        b if b < 1e6 => format!("{:.1} kB", b / 1e3),
+        b if b < 1e9 => format!("{:.1} MB", b / 1e6),
+        b => format!("{:.2} GB", b / 1e9),
+    }
+}
+
+fn work(flops: u64) -> String {
+    #[expect(clippy::cast_precision_loss, reason = "three digits are shown")]
+    let flops = flops as f64;
+    match flops {
+        f if f < 1e4 => format!("{f:.0}"),
+        f if f < 1e6 => format!("{:.1} k", f / 1e3),
+        f if f < 1e9 => format!("{:.1} M", f / 1e6),
+        f => format!("{:.2} G", f / 1e9),
+    }
+}
+
+impl fmt::Display for Explanation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let read: usize = self.kernels.iter().map(|kernel| kernel.read_bytes).sum();
+        let written: usize = self.kernels.iter().map(|kernel| kernel.written_bytes).sum();
+        let flops: u64 = self.kernels.iter().map(|kernel| kernel.flops).sum();
+        writeln!(
+            f,
+            "{} kernels on {}: {} read, {} written, {} operations of numbers, {} at once; the plan is {}",
+            self.kernels.len(),
+            self.device,
+            amount(read),
+            amount(written),
+            work(flops),
+            amount(self.peak_bytes),
+            if self.is_planned { "kept from before" } else { "new" },
+        )?;
+        for (n, kernel) in self.kernels.iter().enumerate() {
+            let ExplainedKernel { kind, shape, dtype, operations, read_bytes, written_bytes, flops, in_place, by } =
+                kernel;
+            let what = format!("{kind} {shape:?} {dtype}");
+            let traffic = format!("{} → {}", amount(*read_bytes), amount(*written_bytes));
+            write!(f, "{:>3}  {what:<32} {traffic:<22} {:>8}", n + 1, work(*flops))?;
+            if let Some(by) = by {
+                write!(f, "  by {by}")?;
+            }
+            if !operations.is_empty() {
+                let after = if by.is_some() { "then " } else { "" };
+                write!(f, "  {after}{}", operations.join(" "))?;
+            }
+            if *in_place > 0 {
+                write!(f, "  (in place)")?;
+            }
+            writeln!(f)?;
+        }
+        for (operation, at, why) in &self.not_fused {
+            writeln!(f, "not fused: {operation} ({at}): {why}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{DType, Mode, Tensor};
+
+    fn kinds(tensor: &Tensor) -> Vec<&'static str> {
+        tensor.explain().unwrap().kernels.iter().map(|kernel| kernel.kind).collect()
+    }
+
+    #[test]
+    fn a_product_takes_bias_and_activation_along() {
+        let normal = |sizes: &[usize], seed| Tensor::normal(sizes, seed, DType::F32);
+        let (x, w, b) = (normal(&[70, 33], 1), normal(&[33, 65], 2), normal(&[65], 3));
+        for tensor in [&x, &w, &b] {
+            tensor.realize().unwrap();
+        }
+        let layer = || (x.matmul(&w) + &b).gelu();
+        let explanation = layer().explain().unwrap();
+        assert_eq!(explanation.kernels.len(), 1, "{explanation}");
+        let kernel = &explanation.kernels[0];
+        assert_eq!((kernel.kind, kernel.operations[0], kernel.in_place), ("matmul", "add", 1), "{explanation}");
+        assert!(kernel.flops > 2 * 70 * 33 * 65 && kernel.by.is_some());
+        assert!(explanation.not_fused.is_empty(), "{explanation}");
+        assert_eq!(explanation.peak_bytes, 70 * 65 * 4, "the product is not kept: {explanation}");
+        let eager = layer();
+        Tensor::realize_all(&[&eager], Mode::Eager).unwrap();
+        assert_eq!(layer().to_vec::<f32>().unwrap(), eager.to_vec::<f32>().unwrap());
+        // Where somebody else wants the product, both are kept.
+        let product = x.matmul(&w);
+        let active = product.relu();
+        let explanation = Tensor::explain_all(&[&product, &active], Mode::Fused).unwrap();
+        assert_eq!((explanation.kernels.len(), explanation.kernels[0].in_place), (1, 0), "{explanation}");
+        Tensor::realize_all(&[&product, &active], Mode::Fused).unwrap();
+        let expect: Vec<f32> = product.to_vec::<f32>().unwrap().iter().map(|x| x.max(0.0)).collect();
+        assert_eq!(active.to_vec::<f32>().unwrap(), expect);
+        // What is needed first may come later in the program.
+        let late = (x.matmul(&w) * (normal(&[70, 65], 4).exp() + 1.0)).to_vec::<f32>().unwrap();
+        let eager = x.matmul(&w) * (normal(&[70, 65], 4).exp() + 1.0);
+        Tensor::realize_all(&[&eager], Mode::Eager).unwrap();
+        assert_eq!(late, eager.to_vec::<f32>().unwrap());
+    }
+
+    #[test]
+    fn a_plan_is_explained_with_what_was_not_fused() {
+        let x = Tensor::normal(&[64, 64], 1, DType::F32);
+        x.realize().unwrap();
+        assert_eq!(kinds(&(&x * 2.0 + 1.0).softmax(1)), ["map"]);
+        assert!(kinds(&x).is_empty(), "it is there");
+        let turned = (&x + 1.0).exp();
+        let explanation = (turned.t() + &turned).explain().unwrap();
+        assert_eq!(explanation.kernels.len(), 2, "{explanation}");
+        let (operation, at, why) = &explanation.not_fused[0];
+        assert_eq!(*operation, "add", "{explanation}");
+        assert!(at.contains("explain.rs:") && why.contains("another order"), "{explanation}");
+        let text = explanation.to_string();
+        assert!(text.starts_with("2 kernels on cpu") && text.contains("not fused: add"), "{text}");
+        assert!(text.contains("the plan is new"), "{text}");
+        (turned.t() + &turned).realize().unwrap();
+        assert!((turned.t() + &turned).explain().unwrap().is_planned);
+        let read: usize = explanation.kernels.iter().map(|kernel| kernel.read_bytes).sum();
+        assert_eq!(read, 3 * 64 * 64 * 4, "x once, and the sums twice: {explanation}");
+    }
+}
