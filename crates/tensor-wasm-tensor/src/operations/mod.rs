@@ -377,6 +377,8 @@ pub static OPERATIONS: &[Operation] = operations! {
         "reshape(x, [2, -1])", |a| Ok(a.tensor("x")?.reshape(&a.ints("shape")?.unwrap_or_default()));
     "transpose"(x: Tensor, a: Int = "-2", b: Int = "-1") View differentiable Any, "two axes change places",
         "transpose(x)", |a| Ok(a.tensor("x")?.transpose(a.int("a", -2)?, a.int("b", -1)?));
+    "contiguous"(x: Tensor) Elementwise differentiable Any, "the same elements one after the other in memory",
+        "contiguous(transpose(x))", |a| method!(a, contiguous);
     "permute"(x: Tensor, axes: Ints) View differentiable Any, "axes in another order", "permute(image, [2, 0, 3, 1])",
         |a| Ok(a.tensor("x")?.permute(&a.ints("axes")?.unwrap_or_default()));
     "expand"(x: Tensor, shape: Ints) View differentiable Any, "axes of size 1 and new ones, repeated",

@@ -601,7 +601,15 @@ impl Emit<'_> {
                 self.value(inputs[1], level)?,
                 self.value(inputs[2], level)?,
             ),
-            Op::Cast => ValueKind::Cast(self.value(inputs[0], level)?),
+            Op::Cast => {
+                let value = self.value(inputs[0], level)?;
+                // To what it is already: a copy, if it is stored.
+                if self.kernel[value].dtype == dtype && self.kernel[value].level == level {
+                    self.of.insert(member, value);
+                    return Some(());
+                }
+                ValueKind::Cast(value)
+            }
             Op::Reduce(op, _) => {
                 let mut operand = self.value(inputs[0], Level::Full)?;
                 if self.kernel[operand].dtype != dtype {

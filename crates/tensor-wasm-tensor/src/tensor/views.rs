@@ -4,7 +4,7 @@ use std::panic::Location;
 
 use super::{Caller, Tensor};
 use crate::error::{ErrorKind, TensorError};
-use crate::graph::op::Movement;
+use crate::graph::op::{Movement, Op};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
 /// Some of a tensor's axes; negative ones count from the end. `()` is all of them.
@@ -163,6 +163,16 @@ impl Tensor {
             Ok(self.moved(Movement::Permute(order), shape, at))
         };
         made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// The same elements in a buffer of their own, one after the other in the order of their indices.
+    #[track_caller]
+    pub fn contiguous(&self) -> Tensor {
+        let at = Location::caller();
+        match self.check() {
+            Ok(()) => Tensor::make(Op::Cast, &[self], self.shape(), self.dtype(), at),
+            Err(error) => Tensor::holding(error),
+        }
     }
 
     /// Two axes change places.
