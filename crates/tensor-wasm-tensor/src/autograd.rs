@@ -193,9 +193,15 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
                     let slope = b.eq(0).where_(b.scalar_like(0, at), b * a.pow(b - 1.0));
                     vec![Some(g * slope), Some(g * output * log)]
                 }
-                // Where both are the same, each has half.
                 BinaryOp::Max | BinaryOp::Min => {
                     let first = if *op == BinaryOp::Max { b.lt(a) } else { a.lt(b) };
+                    // A bound has none, and what is at its bound does not move: a rectifier is flat at zero.
+                    if !(a.requires_grad() && b.requires_grad()) {
+                        let second = if *op == BinaryOp::Max { a.lt(b) } else { b.lt(a) };
+                        let part = |mask: &Tensor| Some(Tensor::select(mask, g, &g.scalar_like(0, at), at));
+                        return vec![part(&first), part(&second)];
+                    }
+                    // Where both are the same, each has half.
                     let half = a.eq(b).cast_to(a.dtype(), at) * 0.5;
                     let first = first.cast_to(a.dtype(), at) + half;
                     vec![Some(g * &first), Some(g * (1.0 - first))]

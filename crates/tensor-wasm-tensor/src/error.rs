@@ -47,7 +47,11 @@ pub enum ErrorKind {
     BadArgument { why: String },
     #[error("index {index} of axis {axis}, which has {size}")]
     OutOfRange { index: i64, axis: usize, size: usize },
-    #[error("no {bytes} bytes of memory are to be had")]
+    #[error(
+        "no {bytes} bytes of memory are to be had (tensors have {} of {}: set_memory_limit)",
+        crate::cpu::used_bytes(),
+        crate::cpu::memory_limit()
+    )]
     OutOfMemory { bytes: usize },
     #[error("the tensor of shape {shape:?} is not a single number")]
     NotScalar { shape: Vec<usize> },

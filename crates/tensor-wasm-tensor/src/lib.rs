@@ -31,7 +31,7 @@ mod tensor;
 mod train;
 
 pub use autograd::{grad, no_grad};
-pub use cpu::{set_threads, threads, used_bytes};
+pub use cpu::{memory_limit, set_memory_limit, set_threads, threads, used_bytes};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
 pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};
@@ -40,3 +40,8 @@ pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
 pub use train::{
     AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm, clip_grad_value,
 };
+
+/// The blocks of the guide are compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/TENSORS.md")]
+struct Guide;

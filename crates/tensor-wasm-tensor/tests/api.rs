@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use tensor_wasm_tensor::nn::{self, Module};
 use tensor_wasm_tensor::{
     AdaGrad, Adam, AdamW, DType, Mode, Optimizer, RmsProp, Sgd, Tensor, Variable, clip_grad_norm, clip_grad_value,
-    grad, no_grad, plans_made, set_threads,
+    grad, memory_limit, no_grad, plans_made, set_threads,
 };
 
 fn close(found: &[f32], expected: &[f64]) {
@@ -198,13 +198,16 @@ fn gradients_flow_where_they_are_asked_for() {
 #[test]
 fn a_million_operations_are_neither_too_deep_to_compute_nor_to_drop() {
     let mut x = Tensor::zeros(&[4], DType::F32);
-    for n in 0..1_000_000 {
+    let plans = plans_made();
+    for _ in 0..1_000_000 {
         x = x + 1.0;
-        if n % 10_000 == 0 {
-            x.realize().unwrap();
-        }
     }
     assert_eq!(x.to_vec::<f32>().unwrap(), [1e6; 4]);
+    assert!(
+        plans_made() - plans <= 3,
+        "long queues are computed on the way, all by one plan: {}",
+        plans_made() - plans
+    );
     let mut y = Tensor::zeros(&[4], DType::F32).with_grad();
     for _ in 0..1_000_000 {
         y = y + 1.0;
@@ -501,4 +504,36 @@ fn what_is_made_from_nothing_can_be_stored_and_used() {
     assert_eq!(Tensor::full(&[1], 1e10, DType::I32).to_vec::<i32>().unwrap(), [i32::MAX]);
     let choice = Tensor::from_slice(&[true, false], &[2]).where_(0.5, Tensor::ones(&[2], DType::F64));
     assert_eq!(choice.to_vec::<f64>().unwrap(), [0.5, 1.0]);
+}
+
+#[test]
+fn kinks_ties_and_nans_do_what_the_guide_says() {
+    let slope = |f: fn(&Tensor) -> Tensor, x: &[f64]| {
+        let x = Tensor::from_slice(x, &[x.len()]).with_grad();
+        grad(&f(&x).sum(()), &[&x]).unwrap().remove(0).to_vec::<f64>().unwrap()
+    };
+    assert_eq!(slope(|x| x.relu(), &[-1.0, 0.0, 1.0]), [0.0, 0.0, 1.0]);
+    assert_eq!(slope(|x| x.abs(), &[-1.0, 0.0, 1.0]), [-1.0, 0.0, 1.0]);
+    assert_eq!(slope(|x| x.max(()), &[2.0, 1.0, 2.0]), [0.5, 0.0, 0.5]);
+    let x = Tensor::from_slice(&[1.0_f32, f32::NAN, 3.0, -2.0], &[4]);
+    assert_eq!(x.argmax(0).item::<i64>().unwrap(), 1);
+    assert_eq!(x.argmin(0).item::<i64>().unwrap(), 1);
+    for is_descending in [false, true] {
+        let sorted = x.sort(0, is_descending).to_vec::<f32>().unwrap();
+        let nan = if is_descending { 0 } else { 3 };
+        assert!(sorted[nan].is_nan() && sorted.iter().filter(|x| x.is_nan()).count() == 1, "{sorted:?}");
+    }
+    assert_eq!(Tensor::from_slice(&[200_u8, 100], &[2]).cumsum(0).to_vec::<i64>().unwrap(), [200, 300]);
+}
+
+#[test]
+fn more_memory_than_there_is_is_an_error_and_loses_nothing() {
+    let before = Tensor::ones(&[1000], DType::F32);
+    before.realize().unwrap();
+    // Twice what the machine has, which a system may well promise.
+    let many = memory_limit() / 4 * 2;
+    let error = (Tensor::ones(&[many], DType::F32) + 1.0).realize().expect_err("too much").to_string();
+    assert!(error.contains(&format!("no {} bytes of memory are to be had", many * 4)), "{error}");
+    assert!(error.contains("tests/api.rs:"), "{error}");
+    assert_eq!((&before + 1.0).sum(()).item::<f32>().unwrap(), 2000.0);
 }

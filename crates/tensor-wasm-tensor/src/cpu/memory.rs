@@ -26,6 +26,9 @@ static KEPT: Mutex<Kept> = Mutex::new(Kept { blocks: Vec::new(), bytes: 0 });
 /// Bytes that tensors have now, without what is kept.
 static USED_BYTES: AtomicUsize = AtomicUsize::new(0);
 
+/// What [`set_memory_limit`] was given; zero until somebody asks.
+static LIMIT_BYTES: AtomicUsize = AtomicUsize::new(0);
+
 /// Freed blocks by class.
 struct Kept {
     blocks: Vec<Vec<Block>>,
@@ -40,6 +43,31 @@ unsafe impl Send for Block {}
 /// Bytes that tensors hold at this moment.
 pub fn used_bytes() -> usize {
     USED_BYTES.load(Ordering::Relaxed)
+}
+
+/// The most bytes that tensors may have at once: as much as the machine has, unless somebody says otherwise. A system
+/// that promises more memory than there is would end the process when it is used.
+pub fn memory_limit() -> usize {
+    match LIMIT_BYTES.load(Ordering::Relaxed) {
+        0 => {
+            let limit = machine_bytes().unwrap_or(usize::MAX);
+            LIMIT_BYTES.store(limit, Ordering::Relaxed);
+            limit
+        }
+        limit => limit,
+    }
+}
+
+/// Beyond this, computing is an error that says how many bytes were missing; nothing that is there is lost.
+pub fn set_memory_limit(bytes: usize) {
+    LIMIT_BYTES.store(bytes.max(1), Ordering::Relaxed);
+}
+
+fn machine_bytes() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    let kilobytes: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kilobytes.checked_mul(1024)
 }
 
 /// The class of a size, and the bytes of its blocks.
@@ -93,6 +121,20 @@ impl CpuBuffer {
     /// Memory with anything in it. None if there is none.
     pub(crate) fn uninitialized(bytes: usize) -> Option<CpuBuffer> {
         let (class, block_bytes) = class(bytes)?;
+        let used = USED_BYTES.fetch_add(block_bytes, Ordering::Relaxed);
+        let made = used.checked_add(block_bytes).filter(|sum| *sum <= memory_limit());
+        let made = made.and_then(|_| CpuBuffer::of_class(class, block_bytes));
+        match made {
+            Some(start) => Some(CpuBuffer { start, bytes, owner: Owner::Cache { class, block_bytes } }),
+            None => {
+                USED_BYTES.fetch_sub(block_bytes, Ordering::Relaxed);
+                None
+            }
+        }
+    }
+
+    /// A block that was freed, or a new one.
+    fn of_class(class: usize, block_bytes: usize) -> Option<NonNull<u8>> {
         let kept = {
             let mut kept = KEPT.lock();
             let block = kept.blocks.get_mut(class).and_then(Vec::pop);
@@ -101,16 +143,12 @@ impl CpuBuffer {
             }
             block
         };
-        let start = match kept {
-            Some(Block(start)) => start,
-            None => {
-                let layout = AllocLayout::from_size_align(block_bytes, ALIGN).ok()?;
-                // SAFETY: the layout has a size.
-                NonNull::new(unsafe { std::alloc::alloc(layout) })?
-            }
-        };
-        USED_BYTES.fetch_add(block_bytes, Ordering::Relaxed);
-        Some(CpuBuffer { start, bytes, owner: Owner::Cache { class, block_bytes } })
+        if let Some(Block(start)) = kept {
+            return Some(start);
+        }
+        let layout = AllocLayout::from_size_align(block_bytes, ALIGN).ok()?;
+        // SAFETY: the layout has a size.
+        NonNull::new(unsafe { std::alloc::alloc(layout) })
     }
 
     /// Takes over a vector without a copy.

@@ -11,7 +11,7 @@ mod tile;
 
 #[cfg(test)]
 pub(crate) use math::wide_erf;
-pub use memory::used_bytes;
+pub use memory::{memory_limit, set_memory_limit, used_bytes};
 pub use threads::{set_threads, threads};
 
 use crate::dtype::DType;

@@ -3,7 +3,7 @@
 pub(crate) mod op;
 
 use std::panic::Location;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -27,6 +27,8 @@ pub(crate) struct Node {
     /// Where the user asked for it.
     pub at: &'static Location<'static>,
     pub state: Mutex<NodeState>,
+    /// Operations that have to be computed for it, one after the other; none once it is.
+    pub depth: AtomicU32,
     /// There once somebody asks for gradients of it, or looks at them.
     pub gradients: OnceLock<Arc<Gradients>>,
     /// Whether gradients are asked for, and not only flow through it.
@@ -69,8 +71,9 @@ impl Node {
         requires_grad: bool,
         at: &'static Location<'static>,
     ) -> Arc<Node> {
+        let depth = inputs.iter().map(|input| input.depth.load(Ordering::Relaxed)).max().unwrap_or(0);
         let state = NodeState { recipe: Some(Recipe { op, inputs }), value: None };
-        Node::with(state, shape, dtype, requires_grad, at)
+        Node::with(state, depth.saturating_add(1), shape, dtype, requires_grad, at)
     }
 
     pub(crate) fn of_value(
@@ -80,19 +83,20 @@ impl Node {
         at: &'static Location<'static>,
     ) -> Arc<Node> {
         let shape = value.layout.shape;
-        Node::with(NodeState { recipe: None, value: Some(value) }, shape, dtype, requires_grad, at)
+        Node::with(NodeState { recipe: None, value: Some(value) }, 0, shape, dtype, requires_grad, at)
     }
 
     fn with(
         state: NodeState,
+        depth: u32,
         shape: Shape,
         dtype: DType,
         requires_grad: bool,
         at: &'static Location<'static>,
     ) -> Arc<Node> {
         let id = NODES.fetch_add(1, Ordering::Relaxed);
-        let (state, gradients) = (Mutex::new(state), OnceLock::new());
-        Arc::new(Node { id, shape, dtype, requires_grad, at, state, gradients, is_asked: false })
+        let (state, depth, gradients) = (Mutex::new(state), AtomicU32::new(depth), OnceLock::new());
+        Arc::new(Node { id, shape, dtype, requires_grad, at, state, depth, gradients, is_asked: false })
     }
 
     /// The same elements as another node, as something that gradients are asked for.
@@ -101,6 +105,7 @@ impl Node {
         let state = Mutex::new(NodeState { recipe: Some(recipe), value: None });
         let id = NODES.fetch_add(1, Ordering::Relaxed);
         let gradients = OnceLock::from(Arc::new(Gradients::default()));
+        let depth = AtomicU32::new(of.depth.load(Ordering::Relaxed).saturating_add(1));
         Arc::new(Node {
             id,
             shape: of.shape,
@@ -108,6 +113,7 @@ impl Node {
             requires_grad: true,
             at,
             state,
+            depth,
             gradients,
             is_asked: true,
         })
@@ -119,6 +125,7 @@ impl Node {
 
     /// Takes in what it was computed to be, and lets go of what only its computing needed.
     pub(crate) fn realize(&self, value: Value) {
+        self.depth.store(0, Ordering::Relaxed);
         let mut state = self.state.lock();
         state.value = Some(value);
         let gone = if self.requires_grad { None } else { state.recipe.take() };

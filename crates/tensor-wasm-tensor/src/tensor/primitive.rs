@@ -1,6 +1,7 @@
 //! Primitive operations as they are made: which shapes and types they take, and what they make of them.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use super::{Caller, Tensor};
 use crate::autograd;
@@ -8,7 +9,11 @@ use crate::dtype::{DType, Scalar};
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::Node;
 use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
+use crate::schedule::{self, Mode};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
+
+/// Operations that wait for each other at most: who goes on for ever without reading has them computed in between.
+const QUEUE_DEPTH_MAX: u32 = 4096;
 
 impl Tensor {
     /// A node over inputs, or the first error that one of them holds.
@@ -23,7 +28,13 @@ impl Tensor {
         }
         let flows = dtype.is_float() && autograd::is_recording() && inputs.iter().any(|input| input.requires_grad());
         let nodes: Vec<Arc<Node>> = inputs.iter().map(|input| input.node.clone()).collect();
-        Tensor { node: Node::new(op, nodes, shape, dtype, flows, at) }
+        let node = Node::new(op, nodes, shape, dtype, flows, at);
+        if node.depth.load(Ordering::Relaxed) >= QUEUE_DEPTH_MAX {
+            // What is wrong with it is said to whoever reads it; it is not tried again for each operation that follows.
+            drop(schedule::realize(std::slice::from_ref(&node), Mode::Fused));
+            node.depth.store(0, Ordering::Relaxed);
+        }
+        Tensor { node }
     }
 
     pub(crate) fn fill(value: Scalar, shape: Shape, dtype: DType, at: Caller) -> Tensor {
