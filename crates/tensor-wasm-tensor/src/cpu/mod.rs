@@ -1,5 +1,6 @@
 //! The CPU as a device: memory, threads, and kernels that run fused expressions tile by tile in the first-level cache.
 
+mod blas;
 pub(crate) mod execute;
 mod gemm;
 mod map;
@@ -24,7 +25,7 @@ pub(crate) fn instructions() -> &'static str {
 /// What multiplies matrices of a type.
 pub(crate) fn product_by(dtype: DType) -> String {
     match dtype {
-        DType::F32 | DType::F64 => format!("own kernels ({})", instructions()),
+        DType::F32 | DType::F64 => blas::note(dtype == DType::F64),
         _ => "a plain loop".to_owned(),
     }
 }

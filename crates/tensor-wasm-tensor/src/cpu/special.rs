@@ -3,8 +3,9 @@
 
 use half::{bf16, f16};
 
+use super::blas::{self, HasBlas};
 use super::execute::Buffers;
-use super::gemm::{Finish, Matrix, Multiply, Product, multiply};
+use super::gemm::{Finish, Matrix, Product, multiply};
 use super::memory::CpuBuffer;
 use super::threads::parallel;
 use crate::dtype::{DType, Element};
@@ -183,7 +184,10 @@ fn each_line(shape: &Shape, axis: usize, layout: &Layout, work: &(dyn Fn(usize, 
 }
 
 /// Products of floats that there are kernels for.
-fn fast_matmul<T: Number + Multiply>(run: &Special<'_>, finish: Option<&Finish<'_>>) -> Result<(), ErrorKind> {
+fn fast_matmul<T: Number + HasBlas + From<u8>>(
+    run: &Special<'_>,
+    finish: Option<&Finish<'_>>,
+) -> Result<(), ErrorKind> {
     let [a, b] = &run.inputs[..] else { return Ok(()) };
     let rank = run.shape.rank();
     let (m, n, k) = (run.shape[rank - 2], run.shape[rank - 1], a.layout.shape[rank - 1]);
@@ -203,6 +207,10 @@ fn fast_matmul<T: Number + Multiply>(run: &Special<'_>, finish: Option<&Finish<'
         let to = run.to.0.cast::<T>().wrapping_add(batch * m * n);
         let within = |start: usize, count: usize| finish.map_or((), |finish| finish(batch * m * n + start, count));
         let product = Product { m, n, k, left: matrix(a, batch), right: matrix(b, batch), to };
+        if blas::multiply(&product) {
+            within(0, m * n);
+            return Ok(());
+        }
         multiply(&product, finish.is_some().then_some(&within))
     };
     // Many products are shared by whole ones, few by their rows.
