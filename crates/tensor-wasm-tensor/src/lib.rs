@@ -19,6 +19,8 @@ mod cpu;
 mod dtype;
 mod error;
 mod graph;
+#[cfg(feature = "io")]
+pub mod io;
 pub mod nn;
 mod random;
 #[cfg(test)]
