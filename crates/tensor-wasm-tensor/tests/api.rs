@@ -508,6 +508,59 @@ fn what_is_made_from_nothing_can_be_stored_and_used() {
     assert_eq!(choice.to_vec::<f64>().unwrap(), [0.5, 1.0]);
 }
 
+/// What NumPy printed for arrays, by `fixtures/make_printing.py`.
+#[derive(serde::Deserialize)]
+struct Printed {
+    dtype: String,
+    shape: Vec<usize>,
+    bits: String,
+    text: String,
+}
+
+#[test]
+fn tensors_print_as_numpy_prints_arrays() {
+    let cases: Vec<Printed> = serde_json::from_str(include_str!("fixtures/printing.json")).unwrap();
+    assert!(cases.len() > 500);
+    let mut wrong = Vec::new();
+    for case in &cases {
+        let count = case.shape.iter().product();
+        let words: Vec<&str> = case.bits.split_whitespace().collect();
+        let bits: Vec<i64> = words.iter().map(|word| word.parse().unwrap()).cycle().take(count).collect();
+        let shape = &case.shape[..];
+        let tensor = match &*case.dtype {
+            "float64" => Tensor::from_vec(bits.iter().map(|x| f64::from_bits(x.cast_unsigned())).collect(), shape),
+            "float32" => Tensor::from_vec(
+                bits.iter().map(|x| f32::from_bits(i32::try_from(*x).unwrap().cast_unsigned())).collect(),
+                shape,
+            ),
+            "float16" => {
+                let half = |x: &i64| half::f16::from_bits(i16::try_from(*x).unwrap().cast_unsigned());
+                Tensor::from_vec(bits.iter().map(half).collect(), shape)
+            }
+            "int64" => Tensor::from_vec(bits, shape),
+            "int32" => Tensor::from_vec(bits.iter().map(|x| i32::try_from(*x).unwrap()).collect(), shape),
+            "uint8" => Tensor::from_vec(bits.iter().map(|x| u8::try_from(*x).unwrap()).collect(), shape),
+            "bool" => Tensor::from_vec(bits.iter().map(|x| *x != 0).collect(), shape),
+            other => panic!("{other}"),
+        };
+        let found = tensor.to_string();
+        if found != case.text {
+            wrong.push(format!("{} of {shape:?}:\n{found}\nand not\n{}", case.dtype, case.text));
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong[..wrong.len().min(8)].join("\n\n"));
+    // A view prints as what it shows; halves of the other kind as few digits as say which they are.
+    let view = Tensor::arange(0, 6, 1, DType::I32).reshape(&[2, 3]).t();
+    assert_eq!(view.to_string(), "[[0 3]\n [1 4]\n [2 5]]");
+    assert_eq!((Tensor::ones(&[2], DType::BF16) / 3.0).to_string(), "[0.334 0.334]");
+    // What cannot be computed prints why, and saying what a tensor is computes nothing.
+    let failed = Tensor::ones(&[2], DType::F32) + Tensor::ones(&[3], DType::F32);
+    assert!(failed.to_string().starts_with("add: shapes [2] and [3] do not broadcast"), "{failed}");
+    let before = plans_made();
+    assert_eq!(format!("{:?}", Tensor::ones(&[2, 3], DType::F32) + 1.0), "Tensor([2, 3] of f32)");
+    assert_eq!(plans_made(), before);
+}
+
 /// Bytes that a thread has allocated: now, and at most.
 #[derive(Clone, Copy, Default)]
 struct Held {

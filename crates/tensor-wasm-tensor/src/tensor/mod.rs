@@ -3,6 +3,7 @@
 
 mod compose;
 mod create;
+mod display;
 mod neural;
 mod operators;
 mod primitive;
