@@ -138,6 +138,14 @@ impl Layout {
         Layout { shape, strides: shape.strides(), offset: 0 }
     }
 
+    /// Any strides. None if there are not as many as axes.
+    #[cfg(feature = "ndarray")]
+    pub(crate) fn strided(shape: Shape, strides: &[isize], offset: isize) -> Option<Layout> {
+        let mut all = [0; RANK_MAX];
+        all.get_mut(..shape.rank()).filter(|own| own.len() == strides.len())?.copy_from_slice(strides);
+        Some(Layout { shape, strides: all, offset })
+    }
+
     pub(crate) fn strides(&self) -> &[isize] {
         &self.strides[..self.shape.rank()]
     }

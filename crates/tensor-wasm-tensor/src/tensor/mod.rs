@@ -4,6 +4,8 @@
 mod compose;
 mod create;
 mod display;
+#[cfg(feature = "ndarray")]
+mod ndarray;
 mod neural;
 mod operators;
 mod primitive;
