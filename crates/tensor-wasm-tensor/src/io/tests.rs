@@ -187,6 +187,29 @@ fn npz_files_that_lie_are_refused_in_words() {
         file
     };
     let huge = u32::MAX.to_le_bytes();
+    // The same with its numbers in fields of 64 bits, as archives of four gigabytes have them.
+    let wide = |entries: u64| {
+        let mut file = good[..end].to_vec();
+        file[entry + 20..entry + 28].fill(0xff);
+        file[entry + 42..entry + 46].fill(0xff);
+        file[entry + 30] = 28;
+        let bytes = ROWS.len() as u64;
+        file.extend([1, 0, 24, 0]);
+        [bytes, bytes, 0].iter().for_each(|number| file.extend(number.to_le_bytes()));
+        let record = file.len() as u64;
+        file.extend(b"PK\x06\x06");
+        file.extend([44, 0, 0, 0, 0, 0, 0, 0, 45, 0, 45, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
+        [entries, entries, 51 + 28, entry as u64].iter().for_each(|number| file.extend(number.to_le_bytes()));
+        file.extend(b"PK\x06\x07\0\0\0\0");
+        file.extend(record.to_le_bytes());
+        file.extend([1, 0, 0, 0]);
+        file.extend(&good[end..]);
+        let end = file.len() - 22;
+        file[end + 8..end + 20].fill(0xff);
+        file
+    };
+    assert_eq!(bits(&read_npz(&wide(1)).unwrap()["a"]), bits(&read_npy(ROWS).unwrap()));
+    refused(read_npz(&wide(u64::MAX)), "its directory ends in an entry");
     for (file, expected) in [
         (Vec::new(), "it does not end as a zip archive"),
         (ROWS.to_vec(), "it does not end as a zip archive"),
