@@ -43,12 +43,12 @@ model:
 
 # Fuzzing of the kernel compiler, a minute of each target; needs cargo-fuzz and a nightly compiler.
 fuzz:
-	cd fuzz && for target in read differential emulate; do mkdir -p corpus/$$target; cargo +nightly fuzz run -s none $$target corpus/$$target seeds/$$target -- -timeout=20 -max_len=4096 -len_control=0 -max_total_time=60 || exit 1; done
+	cd fuzz && for target in read differential emulate files; do mkdir -p corpus/$$target; cargo +nightly fuzz run -s none $$target corpus/$$target seeds/$$target -- -timeout=20 -max_len=4096 -len_control=0 -max_total_time=60 || exit 1; done
 
 # The fuzz targets, built by the stable compiler without coverage, run once on each of their seeds; needs a C++ compiler.
 fuzz-seeds:
 	cd fuzz && cargo build --locked
-	cd fuzz && for target in read differential emulate; do target/debug/$$target -timeout=60 seeds/$$target/* || exit 1; done
+	cd fuzz && for target in read differential emulate files; do target/debug/$$target -timeout=60 seeds/$$target/* || exit 1; done
 
 # Microbenchmarks.
 bench:

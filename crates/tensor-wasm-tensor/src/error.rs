@@ -67,6 +67,8 @@ pub enum ErrorKind {
     ElementType { found: DType, asked: DType },
     #[error("no device {name:?}: {why}")]
     NoDevice { name: String, why: String },
+    #[error("{file}: {why}")]
+    File { file: String, why: String },
     #[error("this is a bug in this library: {why}")]
     Bug { why: String },
 }

@@ -20,6 +20,8 @@ mod dtype;
 mod error;
 pub mod expression;
 mod graph;
+#[cfg(feature = "io")]
+pub mod io;
 pub mod nn;
 pub mod operations;
 mod random;

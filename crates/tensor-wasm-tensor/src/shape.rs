@@ -138,6 +138,14 @@ impl Layout {
         Layout { shape, strides: shape.strides(), offset: 0 }
     }
 
+    /// Any strides. None if there are not as many as axes.
+    #[cfg(feature = "ndarray")]
+    pub(crate) fn strided(shape: Shape, strides: &[isize], offset: isize) -> Option<Layout> {
+        let mut all = [0; RANK_MAX];
+        all.get_mut(..shape.rank()).filter(|own| own.len() == strides.len())?.copy_from_slice(strides);
+        Some(Layout { shape, strides: all, offset })
+    }
+
     pub(crate) fn strides(&self) -> &[isize] {
         &self.strides[..self.shape.rank()]
     }
@@ -246,6 +254,25 @@ impl Layout {
             }
         }
         (merged, count)
+    }
+
+    /// Every element's position, in row-major order.
+    pub(crate) fn for_each_position(&self, mut each: impl FnMut(usize)) {
+        let mut index = [0_usize; RANK_MAX];
+        let mut position = self.offset;
+        for _ in 0..self.shape.numel() {
+            each(position.unsigned_abs());
+            // The next one, the last axis first.
+            for axis in (0..self.shape.rank()).rev() {
+                index[axis] += 1;
+                position = position.wrapping_add(self.strides[axis]);
+                if index[axis] < self.shape[axis] {
+                    break;
+                }
+                position = position.wrapping_sub(self.strides[axis].wrapping_mul(signed(self.shape[axis])));
+                index[axis] = 0;
+            }
+        }
     }
 
     /// The first and the last element of the buffer that it reaches; none if it has no elements.

@@ -1,12 +1,17 @@
 //! The library as its users see it.
 
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use rand::rngs::SmallRng;
+use rand::{Rng, SeedableRng};
 use tensor_wasm_tensor::nn::{self, Module};
 use tensor_wasm_tensor::{
     AdaGrad, Adam, AdamW, DType, Mode, Optimizer, RmsProp, Sgd, Tensor, Variable, clip_grad_norm, clip_grad_value,
-    grad, memory_limit, no_grad, plans_made, set_threads,
+    grad, io, memory_limit, no_grad, plans_made, set_threads,
 };
 
 fn close(found: &[f32], expected: &[f64]) {
@@ -536,4 +541,238 @@ fn more_memory_than_there_is_is_an_error_and_loses_nothing() {
     assert!(error.contains(&format!("no {} bytes of memory are to be had", many * 4)), "{error}");
     assert!(error.contains("tests/api.rs:"), "{error}");
     assert_eq!((&before + 1.0).sum(()).item::<f32>().unwrap(), 2000.0);
+}
+
+/// What NumPy printed for arrays, by `fixtures/make_printing.py`.
+#[derive(serde::Deserialize)]
+struct Printed {
+    dtype: String,
+    shape: Vec<usize>,
+    bits: String,
+    text: String,
+}
+
+#[test]
+fn tensors_print_as_numpy_prints_arrays() {
+    let cases: Vec<Printed> = serde_json::from_str(include_str!("fixtures/printing.json")).unwrap();
+    assert!(cases.len() > 500);
+    let mut wrong = Vec::new();
+    for case in &cases {
+        let count = case.shape.iter().product();
+        let words: Vec<&str> = case.bits.split_whitespace().collect();
+        let bits: Vec<i64> = words.iter().map(|word| word.parse().unwrap()).cycle().take(count).collect();
+        let shape = &case.shape[..];
+        let tensor = match &*case.dtype {
+            "float64" => Tensor::from_vec(bits.iter().map(|x| f64::from_bits(x.cast_unsigned())).collect(), shape),
+            "float32" => Tensor::from_vec(
+                bits.iter().map(|x| f32::from_bits(i32::try_from(*x).unwrap().cast_unsigned())).collect(),
+                shape,
+            ),
+            "float16" => {
+                let half = |x: &i64| half::f16::from_bits(i16::try_from(*x).unwrap().cast_unsigned());
+                Tensor::from_vec(bits.iter().map(half).collect(), shape)
+            }
+            "int64" => Tensor::from_vec(bits, shape),
+            "int32" => Tensor::from_vec(bits.iter().map(|x| i32::try_from(*x).unwrap()).collect(), shape),
+            "uint8" => Tensor::from_vec(bits.iter().map(|x| u8::try_from(*x).unwrap()).collect(), shape),
+            "bool" => Tensor::from_vec(bits.iter().map(|x| *x != 0).collect(), shape),
+            other => panic!("{other}"),
+        };
+        let found = tensor.to_string();
+        if found != case.text {
+            wrong.push(format!("{} of {shape:?}:\n{found}\nand not\n{}", case.dtype, case.text));
+        }
+    }
+    assert!(wrong.is_empty(), "{} of {}:\n{}", wrong.len(), cases.len(), wrong[..wrong.len().min(8)].join("\n\n"));
+    // A view prints as what it shows; halves of the other kind as few digits as say which they are.
+    let view = Tensor::arange(0, 6, 1, DType::I32).reshape(&[2, 3]).t();
+    assert_eq!(view.to_string(), "[[0 3]\n [1 4]\n [2 5]]");
+    assert_eq!((Tensor::ones(&[2], DType::BF16) / 3.0).to_string(), "[0.334 0.334]");
+    // What cannot be computed prints why, and saying what a tensor is computes nothing.
+    let failed = Tensor::ones(&[2], DType::F32) + Tensor::ones(&[3], DType::F32);
+    assert!(failed.to_string().starts_with("add: shapes [2] and [3] do not broadcast"), "{failed}");
+    let before = plans_made();
+    assert_eq!(format!("{:?}", Tensor::ones(&[2, 3], DType::F32) + 1.0), "Tensor([2, 3] of f32)");
+    assert_eq!(plans_made(), before);
+}
+
+/// Bytes that a thread has allocated: now, and at most.
+#[derive(Clone, Copy, Default)]
+struct Held {
+    now: usize,
+    most: usize,
+}
+
+thread_local! {
+    static HELD: Cell<Held> = const { Cell::new(Held { now: 0, most: 0 }) };
+}
+
+/// The allocator of the system, which counts.
+struct Counting;
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+fn held(more: usize, less: usize) {
+    let Held { now, most } = HELD.get();
+    let peak = now + more;
+    // What another thread has allocated may be freed here.
+    HELD.set(Held { now: peak.saturating_sub(less), most: most.max(peak) });
+}
+
+#[expect(unsafe_code, reason = "an allocator has no other way to be one")]
+// SAFETY: all of it is the system's.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        held(layout.size(), 0);
+        // SAFETY: as the caller has it.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
+        held(0, layout.size());
+        // SAFETY: as the caller has it.
+        unsafe { System.dealloc(start, layout) }
+    }
+
+    unsafe fn realloc(&self, start: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        held(size, layout.size());
+        // SAFETY: as the caller has it.
+        unsafe { System.realloc(start, layout, size) }
+    }
+}
+
+/// Reads a file of some format, and all of what it holds; returns whether it was one.
+fn read_file(format: usize, file: &[u8]) -> bool {
+    let one = |tensor: tensor_wasm_tensor::Result<Tensor>| tensor.map(|tensor| vec![tensor]);
+    let table = io::CsvFormat { has_header: false, ..Default::default() };
+    let tensors = match format {
+        0 => one(io::read_npy(file)),
+        1 => io::read_npz(file).map(|all| all.into_values().collect()),
+        2 => io::read_safetensors(file).map(|all| all.tensors.into_values().collect()),
+        3 => one(io::read_idx(file)),
+        4 => one(io::read_csv(file, DType::F32, table)),
+        _ => one(io::from_json(&String::from_utf8_lossy(file), DType::F64)),
+    };
+    tensors.is_ok_and(|tensors| {
+        tensors.iter().for_each(|tensor| assert_eq!(tensor.to_f64().expect("it was read").len(), tensor.numel()));
+        true
+    })
+}
+
+/// One change, of those that are likely to hurt.
+fn change(file: &mut Vec<u8>, random: &mut SmallRng) {
+    if file.is_empty() {
+        return;
+    }
+    let at = random.random_range(0..file.len());
+    match random.random_range(0..8) {
+        0 => file[at] ^= 1 << random.random_range(0..8),
+        1 => file[at] = [0, 1, 0x7f, 0x80, 0xff, b'9', b'[', b'"'][random.random_range(0..8)],
+        2 => file.truncate(at),
+        3 => {
+            let end = random.random_range(at..=file.len().min(at + 40));
+            file.drain(at..end);
+        }
+        4 => {
+            let end = random.random_range(at..=file.len().min(at + 40));
+            let part = file[at..end].to_vec();
+            file.splice(at..at, part);
+        }
+        5 => {
+            let number: u64 =
+                [0, 1, 1 << 31, u64::from(u32::MAX), 1 << 62, 1 << 63, u64::MAX][random.random_range(0..7)];
+            let bytes = number.to_le_bytes();
+            let count = [2, 4, 8][random.random_range(0..3)].min(file.len() - at);
+            file[at..at + count].copy_from_slice(&bytes[..count]);
+        }
+        6 => file.extend_from_within(at..),
+        // Digits become longer numbers.
+        _ => {
+            let digit = file[at..].iter().position(u8::is_ascii_digit).map_or(at, |more| at + more);
+            file.splice(digit..digit, random.random::<u64>().to_string().into_bytes());
+        }
+    }
+}
+
+#[test]
+fn files_that_chance_has_damaged_are_errors_and_take_no_more_memory_than_promised() {
+    let (mut tensors, mut table) = (Vec::new(), Vec::new());
+    let x = Tensor::uniform(&[3, 4], 1, DType::F32);
+    let names = BTreeMap::from([("by".to_owned(), "chance".to_owned())]);
+    io::write_safetensors(&mut tensors, [("a", x.clone()), ("b", x.gt(0.5)), ("c", x.cast(DType::BF16))], &names)
+        .unwrap();
+    io::write_csv(&mut table, &x).unwrap();
+    let seeds: Vec<(usize, Vec<u8>)> = vec![
+        (0, include_bytes!("fixtures/rows.npy").to_vec()),
+        (0, include_bytes!("fixtures/columns.npy").to_vec()),
+        (0, include_bytes!("fixtures/big.npy").to_vec()),
+        (1, include_bytes!("fixtures/stored.npz").to_vec()),
+        (1, include_bytes!("fixtures/deflated.npz").to_vec()),
+        (2, tensors),
+        (3, vec![0, 0, 11, 2, 0, 0, 0, 1, 0, 0, 0, 3, 7, 8, 9, 10, 11, 12]),
+        (4, table),
+        (5, io::to_json(&x).unwrap().into_bytes()),
+    ];
+    let mut random = SmallRng::seed_from_u64(7);
+    let mut read = 0;
+    let mut check = |format: usize, file: &[u8]| {
+        let before = HELD.get().now;
+        HELD.set(Held { now: before, most: before });
+        read += usize::from(read_file(format, file));
+        let took = HELD.get().most - before;
+        let inflated = if format == 1 { usize::try_from(io::INFLATED_PER_BYTE_MAX).unwrap() } else { 0 };
+        let most = file.len() * (io::READ_BYTES_PER_FILE_BYTE_MAX + inflated) + io::READ_BYTES_MIN;
+        assert!(took <= most, "{took} bytes for {} of format {format}: {file:?}", file.len());
+    };
+    // As much as possible in as few bytes as possible.
+    let entry = |n: usize| format!(r#""{n}":{{"dtype":"U8","shape":[],"data_offsets":[{n},{}]}}"#, n + 1);
+    let header = format!("{{{}}}", (0..2000).map(entry).collect::<Vec<_>>().join(","));
+    check(2, &[&(header.len() as u64).to_le_bytes(), header.as_bytes(), &[7; 2000]].concat());
+    let header = format!(r#"{{"a":{{"dtype":"U8","shape":[{}0]"#, "0,".repeat(50_000));
+    check(2, &[&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat());
+    check(4, "0\n".repeat(50_000).as_bytes());
+    check(4, "0,".repeat(50_000).as_bytes());
+    check(5, format!("[{}0]", "0,".repeat(50_000)).as_bytes());
+    for n in 0..10_000 {
+        let (format, file) = &seeds[n % seeds.len()];
+        let mut file = file.clone();
+        (0..random.random_range(1..4)).for_each(|_| change(&mut file, &mut random));
+        check(*format, &file);
+    }
+    // Some are none the worse for it, and most are.
+    assert!((500..6000).contains(&read), "{read}");
+}
+
+#[test]
+fn a_model_and_its_optimizer_go_on_from_files_as_if_nothing_had_been() {
+    let folder = tempfile::tempdir().unwrap();
+    let (weights, memory) = (folder.path().join("model.safetensors"), folder.path().join("optimizer.safetensors"));
+    let make = |seed| {
+        let first = nn::Sequential::new().then(nn::Linear::new(5, 8, seed));
+        first.then(nn::function(Tensor::relu)).then(nn::Linear::new(8, 2, seed + 1))
+    };
+    let (x, y) = (Tensor::normal(&[16, 5], 1, DType::F32), Tensor::normal(&[16, 2], 2, DType::F32));
+    let step = |model: &nn::Sequential, optimizer: &mut Adam| {
+        (model.forward(&x) - &y).square().mean(()).backward().unwrap();
+        optimizer.step().unwrap();
+    };
+    let model = make(3);
+    let mut optimizer = Adam::new(&model.parameters(), 1e-2);
+    (0..2).for_each(|_| step(&model, &mut optimizer));
+    io::save_safetensors(&weights, model.state_dict()).unwrap();
+    io::save_safetensors(&memory, optimizer.state()).unwrap();
+
+    let other = make(30);
+    let mut resumed = Adam::new(&other.parameters(), 1e-2);
+    other.load_state_dict(&io::load_safetensors(&weights).unwrap().into_state()).unwrap();
+    resumed.load_state(&io::load_safetensors(&memory).unwrap().into_state()).unwrap();
+    for _ in 0..2 {
+        step(&model, &mut optimizer);
+        step(&other, &mut resumed);
+        for ((name, a), (_, b)) in model.state_dict().iter().zip(other.state_dict()) {
+            let bits = |x: &Tensor| x.to_vec::<f32>().unwrap().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert_eq!(bits(a), bits(&b), "{name}");
+        }
+    }
 }

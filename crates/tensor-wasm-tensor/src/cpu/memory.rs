@@ -4,7 +4,11 @@
 #![expect(unsafe_code, reason = "buffers are written by many threads at once, each its own part")]
 
 use std::alloc::Layout as AllocLayout;
+#[cfg(feature = "io")]
+use std::ops::Range;
 use std::ptr::NonNull;
+#[cfg(feature = "io")]
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use half::{bf16, f16};
@@ -97,6 +101,32 @@ enum Owner {
     Other(#[expect(dead_code, reason = "held for its end")] Box<dyn Send + Sync>),
 }
 
+/// Bytes that several buffers are parts of: what was read from a file, or a file that is mapped. It is what it says as
+/// long as it lives, at the same address.
+#[cfg(feature = "io")]
+pub(crate) enum FileBytes {
+    Read(Vec<u8>),
+    Mapped(memmap2::Mmap),
+}
+
+#[cfg(feature = "io")]
+impl FileBytes {
+    /// Maps a file. What the elements are if the file is changed later is for the caller to say: see
+    /// [`crate::io::load_safetensors`].
+    pub(crate) fn map(file: &std::fs::File) -> std::io::Result<FileBytes> {
+        // SAFETY: nobody makes anything of these bytes that not all of them can be: headers and bools are copied before
+        // they are looked at. That the file is left alone while it is mapped is the documented duty of the user.
+        Ok(FileBytes::Mapped(unsafe { memmap2::Mmap::map(file) }?))
+    }
+
+    pub(crate) fn get(&self) -> &[u8] {
+        match self {
+            FileBytes::Read(bytes) => bytes,
+            FileBytes::Mapped(bytes) => bytes,
+        }
+    }
+}
+
 /// What was a vector, by the pointer that everybody reads it through.
 struct RawElements<T>(*mut [T]);
 
@@ -166,8 +196,28 @@ impl CpuBuffer {
         Some(buffer)
     }
 
+    /// A part of a file as elements of that type, without a copy where they are aligned. Elements that not all bytes
+    /// can be were checked by the caller. None if there is no such part, or no memory for a copy.
+    #[cfg(feature = "io")]
+    pub(crate) fn of_file(file: &Arc<FileBytes>, span: Range<usize>, dtype: DType) -> Option<CpuBuffer> {
+        let part = file.get().get(span)?;
+        let start = NonNull::from(part).cast::<u8>();
+        // Every element is aligned to its own size.
+        if part.is_empty() || !start.addr().get().is_multiple_of(dtype.size()) {
+            return CpuBuffer::of_slice(part);
+        }
+        Some(CpuBuffer { start, bytes: part.len(), owner: Owner::Other(Box::new(file.clone())) })
+    }
+
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    /// All of its elements, as the bytes they are.
+    #[cfg(feature = "io")]
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: no element has padding, and whoever made the buffer has written it.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
     }
 
     pub(crate) fn as_ptr(&self) -> *mut u8 {

@@ -3,6 +3,9 @@
 
 mod compose;
 mod create;
+mod display;
+#[cfg(feature = "ndarray")]
+mod ndarray;
 mod neural;
 mod operators;
 mod primitive;
@@ -19,7 +22,7 @@ use crate::error::{ErrorKind, Result, TensorError};
 use crate::graph::op::Op;
 use crate::graph::{Node, Storage, Value};
 use crate::schedule::{self, Explanation, Mode};
-use crate::shape::{Layout, RANK_MAX, Shape};
+use crate::shape::{Layout, Shape};
 
 /// Elements of one type in a shape, computed when they are read. Cloning it clones the handle.
 #[derive(Clone)]
@@ -96,7 +99,7 @@ impl Tensor {
         schedule::explain(&nodes, mode)
     }
 
-    fn value(&self) -> Result<Value> {
+    pub(crate) fn value(&self) -> Result<Value> {
         if let Some(value) = &self.node.state.lock().value {
             return Ok(value.clone());
         }
@@ -135,21 +138,7 @@ impl Tensor {
             let bytes = count.saturating_mul(size_of::<T>());
             return Err(TensorError::new(operation, ErrorKind::OutOfMemory { bytes }, at));
         }
-        let mut index = [0_usize; RANK_MAX];
-        let mut position = layout.offset;
-        for _ in 0..count {
-            all.push(element(position.unsigned_abs()));
-            // The next one, the last axis first.
-            for axis in (0..layout.shape.rank()).rev() {
-                index[axis] += 1;
-                position += layout.strides()[axis];
-                if index[axis] < layout.shape[axis] {
-                    break;
-                }
-                position -= layout.strides()[axis] * layout.shape[axis].cast_signed();
-                index[axis] = 0;
-            }
-        }
+        layout.for_each_position(|position| all.push(element(position)));
         Ok(all)
     }
 
@@ -174,6 +163,7 @@ impl Tensor {
     }
 }
 
+/// What it is, and not what its elements are: nothing is computed.
 impl std::fmt::Debug for Tensor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Tensor({} of {})", self.shape(), self.dtype())
