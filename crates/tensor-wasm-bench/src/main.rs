@@ -12,6 +12,7 @@ mod peers;
 mod report;
 mod run;
 mod serve;
+mod tensors;
 
 use clap::Parser;
 
@@ -43,6 +44,15 @@ enum Comparison {
     Guest,
     /// Concurrent calls of one tenant on a GPU, over HTTP.
     Concurrent,
+    /// Tensors on the CPU, against NumPy, PyTorch, ndarray, candle and burn, which are installed first.
+    Tensors {
+        /// Measurements of each side of each row, in turns; the median counts.
+        #[arg(long, default_value_t = 5)]
+        rounds: usize,
+        /// Only rows whose names contain this.
+        #[arg(long)]
+        only: Option<String>,
+    },
 }
 
 fn main() -> anyhow::Result<()> {
@@ -54,5 +64,6 @@ fn main() -> anyhow::Result<()> {
         Comparison::Kernels => kernels::compare(),
         Comparison::Guest => kernels::guest(),
         Comparison::Concurrent => concurrent::compare(),
+        Comparison::Tensors { rounds, only } => tensors::compare(rounds, only.as_deref()),
     }
 }

@@ -50,6 +50,7 @@ enum Command {
     Metrics(OnServer<metrics::Metrics>),
     Run(Here<run::Run>),
     Kernel(Here<kernel::Kernel>),
+    Tensor(Here<tensor::TensorCommand>),
     Devices(Here<devices::Devices>),
     Completions(Here<completions::Completions>),
     Man(Here<man::Man>),
@@ -163,6 +164,7 @@ impl Cli {
             Command::Metrics(it) => it.command.execute(&global),
             Command::Run(it) => it.command.execute(),
             Command::Kernel(it) => it.command.execute(&global),
+            Command::Tensor(it) => it.command.execute(&global),
             Command::Devices(it) => it.command.execute(&global),
             Command::Completions(it) => it.command.execute(),
             Command::Man(it) => it.command.execute(),
@@ -221,6 +223,7 @@ impl Command {
             Command::Serve(Here { after, .. })
             | Command::Run(Here { after, .. })
             | Command::Kernel(Here { after, .. })
+            | Command::Tensor(Here { after, .. })
             | Command::Devices(Here { after, .. })
             | Command::Completions(Here { after, .. })
             | Command::Man(Here { after, .. }) => return After { json: after.json, ..After::default() },

@@ -20,4 +20,5 @@ pub(crate) mod secret;
 pub(crate) mod serve;
 pub(crate) mod show;
 pub(crate) mod split;
+pub(crate) mod tensor;
 pub(crate) mod worker;

@@ -32,3 +32,4 @@ mod secrets;
 mod shutdown;
 mod support;
 mod telemetry;
+mod tensor;
