@@ -502,3 +502,46 @@ fn what_is_made_from_nothing_can_be_stored_and_used() {
     let choice = Tensor::from_slice(&[true, false], &[2]).where_(0.5, Tensor::ones(&[2], DType::F64));
     assert_eq!(choice.to_vec::<f64>().unwrap(), [0.5, 1.0]);
 }
+
+#[test]
+fn what_has_no_gradient_any_more_leaves_no_subnormal_numbers() {
+    type Make = fn(&[Variable]) -> Box<dyn Optimizer>;
+    let make: [Make; 3] = [
+        |v| Box::new(Adam::new(v, 0.1)),
+        |v| Box::new(Sgd::with_momentum(v, 0.1, 0.9, false)),
+        |v| {
+            let mut optimizer = RmsProp::new(v, 0.1);
+            optimizer.alpha = 0.8;
+            Box::new(optimizer)
+        },
+    ];
+    for make in make {
+        let variable = Variable::new(&Tensor::from_slice(&[1.5_f32, -2.0], &[2]));
+        let mut optimizer = make(std::slice::from_ref(&variable));
+        for step in 0..1_500 {
+            (variable.get() * if step == 0 { 1.0 } else { 0.0 }).sum(()).backward().unwrap();
+            optimizer.step().unwrap();
+        }
+        for (name, kept) in optimizer.state().iter().filter(|(name, _)| name != "steps") {
+            let kept = kept.to_vec::<f32>().unwrap();
+            assert!(kept.iter().all(|x| !x.is_subnormal() && x.abs() < 1.0), "{name}: {kept:?}");
+        }
+    }
+}
+
+#[test]
+fn gradients_that_are_clipped_and_those_that_are_not_have_one_plan() {
+    let variable = Variable::new(&Tensor::from_slice(&[3.0_f32, 4.0], &[2]));
+    let mut optimizer = Sgd::new(std::slice::from_ref(&variable), 1.0);
+    let mut plans = 0;
+    for (step, most) in [100.0, 2.5, 100.0, 2.5].into_iter().enumerate() {
+        variable.set(&Tensor::from_slice(&[3.0_f32, 4.0], &[2]));
+        (variable.get().square().sum(()) * 0.5).backward().unwrap();
+        assert_eq!(clip_grad_norm(std::slice::from_ref(&variable), most).unwrap(), 5.0);
+        optimizer.step().unwrap();
+        let expected = if most < 5.0 { [1.5, 2.0] } else { [0.0, 0.0] };
+        assert_eq!(variable.get().to_vec::<f32>().unwrap(), expected);
+        plans = if step == 0 { plans_made() } else { plans };
+    }
+    assert_eq!(plans_made(), plans, "plans that later steps made");
+}

@@ -1,6 +1,6 @@
 //! Walks over the points of an index space with the positions that several layouts have for them. Axes that lie behind
-//! each other in all layouts are one, so that inner loops are long, and nothing is divided for a point: an element
-//! costs a nanosecond, not the thirty of a division for each axis.
+//! each other in all layouts are one, so that inner loops are long, and nothing is divided for a point: dividing for each
+//! axis of each element was half of the step of an MLP that chooses its batch by `index_select`.
 
 use std::ops::Range;
 
