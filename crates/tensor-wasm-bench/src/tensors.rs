@@ -190,7 +190,8 @@ fn python() -> anyhow::Result<PathBuf> {
 
 /// ndarray, candle and burn in one program, which is no part of the workspace: nobody builds them who does not compare.
 fn rust_peers() -> anyhow::Result<PathBuf> {
-    let (source, cache) = (root().join("crates/tensor-wasm-bench/peers/tensors"), root().join("bench-cache/tensors-rust"));
+    let (source, cache) =
+        (root().join("crates/tensor-wasm-bench/peers/tensors"), root().join("bench-cache/tensors-rust"));
     println!("building ndarray, candle and burn into {} (some minutes the first time)", cache.display());
     let built = Command::new("cargo")
         .args(["build", "--release", "--locked", "--manifest-path"])
@@ -242,7 +243,8 @@ pub(crate) fn compare(rounds: usize, only: Option<&str>) -> anyhow::Result<()> {
             }
         }
         let own = middle(&mut own);
-        let mut others: Vec<(f64, &str)> = others.into_iter().map(|(name, mut times)| (middle(&mut times), name)).collect();
+        let mut others: Vec<(f64, &str)> =
+            others.into_iter().map(|(name, mut times)| (middle(&mut times), name)).collect();
         others.sort_by(|a, b| a.0.total_cmp(&b.0));
         let all: Vec<String> = others.iter().map(|(time, name)| format!("{name} {:.1}", time / 1e3)).collect();
         let what = format!("µs a run, median of {rounds} rounds in turns; {}", all.join(", "));
@@ -253,7 +255,14 @@ pub(crate) fn compare(rounds: usize, only: Option<&str>) -> anyhow::Result<()> {
         let Some((best, name)) = others.first().copied() else { continue };
         // As a speed, so that more is better: how many runs a second.
         let speed = |nanoseconds: f64| 1e9 / nanoseconds;
-        report.ratio(&format!("tensors/{row}"), &what, speed(own), (speed(best), name), "runs/s", Goal::AtLeast(goal(&row)));
+        report.ratio(
+            &format!("tensors/{row}"),
+            &what,
+            speed(own),
+            (speed(best), name),
+            "runs/s",
+            Goal::AtLeast(goal(&row)),
+        );
     }
     report.save()
 }

@@ -14,6 +14,9 @@ use tensor_wasm_tensor::{
     grad, io, memory_limit, no_grad, plans_made, set_threads,
 };
 
+#[path = "../examples/support/mod.rs"]
+mod support;
+
 fn close(found: &[f32], expected: &[f64]) {
     assert_eq!(found.len(), expected.len());
     for (found, expected) in found.iter().zip(expected) {
@@ -775,4 +778,185 @@ fn a_model_and_its_optimizer_go_on_from_files_as_if_nothing_had_been() {
             assert_eq!(bits(a), bits(&b), "{name}");
         }
     }
+}
+
+#[test]
+fn what_has_no_gradient_any_more_leaves_no_subnormal_numbers() {
+    type Make = fn(&[Variable]) -> Box<dyn Optimizer>;
+    let make: [Make; 3] = [
+        |v| Box::new(Adam::new(v, 0.1)),
+        |v| Box::new(Sgd::with_momentum(v, 0.1, 0.9, false)),
+        |v| {
+            let mut optimizer = RmsProp::new(v, 0.1);
+            optimizer.alpha = 0.8;
+            Box::new(optimizer)
+        },
+    ];
+    for make in make {
+        let variable = Variable::new(&Tensor::from_slice(&[1.5_f32, -2.0], &[2]));
+        let mut optimizer = make(std::slice::from_ref(&variable));
+        for step in 0..1_500 {
+            (variable.get() * if step == 0 { 1.0 } else { 0.0 }).sum(()).backward().unwrap();
+            optimizer.step().unwrap();
+        }
+        for (name, kept) in optimizer.state().iter().filter(|(name, _)| name != "steps") {
+            let kept = kept.to_vec::<f32>().unwrap();
+            assert!(kept.iter().all(|x| !x.is_subnormal() && x.abs() < 1.0), "{name}: {kept:?}");
+        }
+    }
+}
+
+#[test]
+fn gradients_that_are_clipped_and_those_that_are_not_have_one_plan() {
+    let variable = Variable::new(&Tensor::from_slice(&[3.0_f32, 4.0], &[2]));
+    let mut optimizer = Sgd::new(std::slice::from_ref(&variable), 1.0);
+    let mut plans = 0;
+    for (step, most) in [100.0, 2.5, 100.0, 2.5].into_iter().enumerate() {
+        variable.set(&Tensor::from_slice(&[3.0_f32, 4.0], &[2]));
+        (variable.get().square().sum(()) * 0.5).backward().unwrap();
+        assert_eq!(clip_grad_norm(std::slice::from_ref(&variable), most).unwrap(), 5.0);
+        optimizer.step().unwrap();
+        let expected = if most < 5.0 { [1.5, 2.0] } else { [0.0, 0.0] };
+        assert_eq!(variable.get().to_vec::<f32>().unwrap(), expected);
+        plans = if step == 0 { plans_made() } else { plans };
+    }
+    assert_eq!(plans_made(), plans, "plans that later steps made");
+}
+
+/// Trains a model as the examples do, a little, and returns the first loss and the mean of the last ones.
+fn trained(
+    name: &str,
+    steps: u64,
+    rate: f64,
+    model: &dyn Module,
+    loss: impl FnMut(u64) -> support::Outcome<Tensor>,
+    judge: impl Fn() -> support::Outcome<support::training::Score>,
+) -> (f64, f64) {
+    let schedule = nn::Schedule::Constant(rate);
+    let training = support::training::Training {
+        name,
+        batch: 1,
+        epoch_steps: steps,
+        schedule,
+        norm_max: Some(1.0),
+        is_shown: false,
+    };
+    let mut optimizer = Adam::new(&model.parameters(), rate);
+    let history = training.run(steps, &mut optimizer, &model.parameters(), loss, judge).expect("it trains");
+    assert_eq!(history.later_plans, 0, "{name}: plans that later steps made");
+    assert_eq!(history.scores.len(), 2, "{name}: before and after");
+    let svg = history.chart(name).svg();
+    assert!(svg.contains("<polyline") && svg.contains(">training<") && svg.contains(">validation<"), "{svg}");
+    (history.losses[0], history.last_loss())
+}
+
+#[test]
+fn perceptrons_and_convolutions_learn_digits() {
+    use support::digits::{Batches, Digits};
+    let (digits, others) = (Digits::drawn(640, 1), Digits::drawn(100, 2));
+    for (name, model, size, steps, factor) in
+        [("mlp", support::models::mlp(1), 64, 60, 1.7), ("cnn", support::models::cnn(1), 32, 30, 1.7)]
+    {
+        let mut batches = Batches::new(&digits, size, 3);
+        let loss = |_| {
+            let (pixels, labels) = batches.next();
+            Ok(model.forward(&pixels).cross_entropy(&labels))
+        };
+        let (first, last) = trained(name, steps, 5e-3, &model, loss, || others.judge(&model));
+        assert!(last < first / factor, "{name}: {first} became {last}");
+        let accuracy = others.judge(&model).unwrap().accuracy.unwrap();
+        assert!(accuracy > 0.4, "{name}: {accuracy}");
+    }
+}
+
+#[test]
+fn a_network_learns_a_sine() {
+    let (points, others) = (support::points::Points::noisy(128, 1), support::points::Points::noisy(128, 2));
+    let model = support::models::sine(1);
+    let judge = || {
+        let loss = no_grad(|| model.forward(&others.x)).mse_loss(&others.y);
+        Ok(support::training::Score { loss: f64::from(loss.item::<f32>()?), accuracy: None })
+    };
+    let (first, last) = trained("sine", 300, 1e-2, &model, |_| Ok(model.forward(&points.x).mse_loss(&points.y)), judge);
+    assert!(last < first / 4.0, "{first} became {last}");
+}
+
+#[test]
+fn language_models_learn_letters() {
+    use rand::SeedableRng;
+    use support::models::{CharLstm, Transformer};
+    let (batch, length) = (4, 24);
+    let prose = "The lamp is lit at night, and put out in the morning. ".repeat(20);
+    let text = support::text::Text::new(&prose, length).unwrap();
+    let (lstm, transformer) = (CharLstm::new(text.letters(), 1), Transformer::new(text.letters(), 1));
+    let models: [(&str, &dyn Module, f64); 2] = [("char_lstm", &lstm, 1e-2), ("transformer", &transformer, 3e-3)];
+    for (name, model, rate) in models {
+        let mut random = rand::rngs::StdRng::seed_from_u64(1);
+        let loss = |_| {
+            let (input, target) = text.batch(&mut random, batch, length);
+            Ok(model.forward(&input).reshape(&[-1, text.letters().cast_signed()]).cross_entropy(&target))
+        };
+        let (first, last) = trained(name, 60, rate, model, loss, || text.judge(model, batch, length));
+        assert!(last < first / 2.0, "{name}: {first} became {last}");
+        // What comes later changes nothing of what is guessed before.
+        let letters = [1_i64, 2, 3, 4, 5, 6];
+        let of = |letters: &[i64]| {
+            let logits = no_grad(|| model.forward(&Tensor::from_slice(letters, &[1, letters.len()])));
+            logits.narrow(1, 0, 5).to_vec::<f32>().unwrap()
+        };
+        let other = [1_i64, 2, 3, 4, 5, 0];
+        assert_eq!(of(&letters), of(&other), "{name}");
+    }
+}
+
+#[test]
+fn examples_say_what_is_wrong_with_options_and_files() {
+    use support::digits::Digits;
+    use support::options::{Command, Flag, Parsed};
+    const FLAGS: &[Flag] = &[Flag { name: "text", value: "FILE", about: "what is learned" }];
+    let command = Command { name: "name", about: "Does something.", steps: 7, flags: FLAGS };
+    let parse = |line: &str| command.parse(line.split_whitespace().map(str::to_owned));
+    let Ok(Parsed::Options(options)) = parse("--steps 3 --seed=9 --text a.txt") else { panic!("these are right") };
+    assert_eq!((options.steps, options.seed, options.get("text")), (3, 9, Some("a.txt")));
+    assert_eq!(options.out, std::path::Path::new("target/examples-out"));
+    assert!(matches!(parse("--steps 3 --help"), Ok(Parsed::Help)));
+    assert!(command.usage().contains("--steps N              steps of training (7)"), "{}", command.usage());
+    for (line, expected) in [
+        ("--step 3", "there is no option --step; there are --text, --steps, --seed, --out and --help"),
+        ("--steps", "--steps needs a value: --steps N"),
+        ("--steps many", "--steps takes a whole number, not \"many\""),
+        ("--steps 0", "--steps is at least 1"),
+        ("--seed 1 --seed 2", "--seed is given twice"),
+        ("digits", "\"digits\" is no option; all arguments are options"),
+    ] {
+        assert_eq!(parse(line).expect_err(line), expected);
+    }
+    let folder = std::env::temp_dir().join(format!("tensor-wasm-idx-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let write = |name: &str, sizes: &[u32], data: &[u8]| {
+        let head = [0x0800 + u32::try_from(sizes.len()).unwrap()].into_iter().chain(sizes.iter().copied());
+        let bytes: Vec<u8> = head.flat_map(u32::to_be_bytes).chain(data.iter().copied()).collect();
+        std::fs::write(folder.join(name), bytes).unwrap();
+        folder.join(name)
+    };
+    let images = write("images", &[2, 28, 28], &[255; 2 * 784]);
+    let labels = write("labels", &[2], &[3, 9]);
+    assert_eq!(Digits::read(&images, &labels).unwrap().count(), 2);
+    let short = write("short", &[3], &[3, 9]);
+    let small = write("small", &[2, 2, 2], &[0; 8]);
+    let high = write("high", &[2], &[3, 10]);
+    let packed = folder.join("packed");
+    std::fs::write(&packed, [0x1f, 0x8b, 8]).unwrap();
+    for (images, labels, expected) in [
+        (&images, &short, "has 2 bytes for sizes [3]"),
+        (&small, &labels, "pictures of 2 × 2, not 28 × 28"),
+        (&labels, &labels, "is no IDX file of bytes with 3 axes: it does not begin with 0x00000803"),
+        (&images, &high, "10 is no digit"),
+        (&packed, &labels, "unpack it with gunzip"),
+        (&folder, &labels, "directory"),
+    ] {
+        let message = Digits::read(images, labels).err().map(|why| why.to_string()).unwrap_or_default();
+        assert!(message.contains(expected), "{message}\nand not\n{expected}");
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -148,11 +148,14 @@ impl Eval {
         }
         let (shape, dtype) = (result.shape().to_vec(), result.dtype().name());
         match (&self.output, global.json) {
-            (Some(path), true) => outln!("{}", json!({ "file": path.display().to_string(), "shape": shape, "dtype": dtype })),
+            (Some(path), true) => {
+                outln!("{}", json!({ "file": path.display().to_string(), "shape": shape, "dtype": dtype }))
+            }
             (Some(path), false) => outln!("wrote {} ({shape:?} of {dtype})", path.display()),
             (None, true) => {
                 let text = io::to_json(&result).map_err(|error| no(&error))?;
-                let data: serde_json::Value = serde_json::from_str(&text).map_err(|error| Failed::No(error.to_string()))?;
+                let data: serde_json::Value =
+                    serde_json::from_str(&text).map_err(|error| Failed::No(error.to_string()))?;
                 outln!("{}", json!({ "shape": shape, "dtype": dtype, "data": data }));
             }
             (None, false) => outln!("{result}"),

@@ -1,6 +1,6 @@
-//! A BLAS that is on the machine, if somebody asks for one: `TENSOR_WASM_BLAS` is `none` (as if it were not set), `auto`
-//! (OpenBLAS, MKL or BLIS, wherever the loader finds them), or the path of one. It multiplies large matrices where it
-//! was measured to be faster here. Not without being asked: its results may depend on the number of threads.
+//! A BLAS that is on the machine, if somebody asks for one: `TENSOR_WASM_BLAS` is `none` (as if it were not set),
+//! `auto` (OpenBLAS, MKL or BLIS, wherever the loader finds them), or the path of one. It multiplies large matrices
+//! where it was measured to be faster here. Not without being asked: its results may depend on the number of threads.
 #![expect(unsafe_code, reason = "foreign functions")]
 
 use std::ffi::c_int;

@@ -9,6 +9,7 @@ pub(crate) mod memory;
 mod special;
 mod threads;
 mod tile;
+mod walk;
 
 #[cfg(test)]
 pub(crate) use math::wide_erf;

@@ -8,14 +8,12 @@ use super::execute::Buffers;
 use super::gemm::{Finish, Matrix, Product, multiply};
 use super::memory::CpuBuffer;
 use super::threads::parallel;
+use super::walk::{CHUNK, Walk};
 use crate::dtype::{DType, Element};
 use crate::error::ErrorKind;
 use crate::graph::op::Op;
 use crate::schedule::plan::{Source, SpecialKernel};
 use crate::shape::{Layout, Shape};
-
-/// Elements that are worth a thread.
-const CHUNK: usize = 16 << 10;
 
 /// Calls a function with the type of elements.
 macro_rules! with_type {
@@ -90,15 +88,54 @@ impl Output {
         unsafe { self.0.cast::<T>().add(at).write(value) };
     }
 
-    fn read<T: Element>(self, at: usize) -> T {
-        // SAFETY: as above, and it was written before.
-        unsafe { self.0.cast::<T>().add(at).read() }
+    /// Makes elements zero.
+    fn clear<T: Element>(self, at: usize, count: usize) {
+        // SAFETY: as above; and every type's zero is zeros.
+        unsafe { self.0.cast::<T>().add(at).write_bytes(0, count) };
+    }
+
+    /// Copies `count` elements to places that are `step` apart; `from` says of which buffer, from where on, how far
+    /// apart.
+    fn copy<T: Element>(self, at: isize, step: isize, from: (&[T], isize, isize), count: usize) {
+        let (elements, first, from_step) = from;
+        // SAFETY: callers stay inside of the result's shape.
+        let to = unsafe { self.0.cast::<T>().offset(at) };
+        if step == 1 && from_step == 1 {
+            let from = &elements[first.unsigned_abs()..][..count];
+            // SAFETY: as above, and what is read is no part of the result.
+            unsafe { to.copy_from_nonoverlapping(from.as_ptr(), count) };
+            return;
+        }
+        for n in 0..signed(count) {
+            // SAFETY: as above; the layout that is read was checked to stay inside of its buffer.
+            unsafe { to.offset(n * step).write(*elements.as_ptr().offset(first + n * from_step)) };
+        }
+    }
+
+    /// Adds to what was written before.
+    fn add<T: Number>(self, at: isize, step: isize, from: (&[T], isize, isize), count: usize) {
+        let (elements, first, from_step) = from;
+        // SAFETY: callers stay inside of the result's shape.
+        let to = unsafe { self.0.cast::<T>().offset(at) };
+        if step == 1 && from_step == 1 {
+            // SAFETY: as above, it was written before, and nobody else has this part of the result.
+            let to = unsafe { std::slice::from_raw_parts_mut(to, count) };
+            let from = &elements[first.unsigned_abs()..][..count];
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = to.plus(*from));
+            return;
+        }
+        for n in 0..signed(count) {
+            // SAFETY: as above; the layout that is read was checked to stay inside of its buffer.
+            unsafe {
+                let to = to.offset(n * step);
+                to.write(to.read().plus(*elements.as_ptr().offset(first + n * from_step)));
+            }
+        }
     }
 }
 
 /// Elements that can be computed with here: in double precision, or as the widest integer.
 trait Number: Element + PartialOrd {
-    fn zero() -> Self;
     fn plus(self, other: Self) -> Self;
     fn times_into(self, other: Self, sum: &mut f64, whole: &mut i64);
     fn of(sum: f64, whole: i64) -> Self;
@@ -108,7 +145,6 @@ trait Number: Element + PartialOrd {
 macro_rules! numbers {
     (floats: $($float:ident)*; halves: $($half:ident)*; integers: $($int:ident)*) => {
         $(impl Number for $float {
-            fn zero() -> $float { 0.0 }
             fn plus(self, other: $float) -> $float { self + other }
             #[inline]
             fn times_into(self, other: $float, sum: &mut f64, _: &mut i64) { *sum += f64::from(self) * f64::from(other); }
@@ -117,7 +153,6 @@ macro_rules! numbers {
             fn is_nan(self) -> bool { $float::is_nan(self) }
         })*
         $(impl Number for $half {
-            fn zero() -> $half { $half::ZERO }
             fn plus(self, other: $half) -> $half { $half::from_f32(self.to_f32() + other.to_f32()) }
             #[inline]
             fn times_into(self, other: $half, sum: &mut f64, _: &mut i64) { *sum += self.to_f64() * other.to_f64(); }
@@ -125,7 +160,6 @@ macro_rules! numbers {
             fn is_nan(self) -> bool { $half::is_nan(self) }
         })*
         $(impl Number for $int {
-            fn zero() -> $int { 0 }
             fn plus(self, other: $int) -> $int { self.wrapping_add(other) }
             #[inline]
             fn times_into(self, other: $int, _: &mut f64, whole: &mut i64) {
@@ -313,20 +347,31 @@ fn checked(index: i64, axis: usize, size: usize) -> Result<usize, ErrorKind> {
     }
 }
 
+/// Sizes of a shape's axes with the strides of layouts for them, the outermost first.
+fn axes<const N: usize>(shape: &Shape, strides: [&[isize]; N]) -> impl Iterator<Item = (usize, [isize; N])> {
+    shape.iter().enumerate().map(move |(axis, size)| (*size, strides.map(|strides| strides[axis])))
+}
+
 fn gather<T: Number>(run: &Special<'_>, axis: usize) -> Result<(), ErrorKind> {
     let [input, indices] = &run.inputs[..] else { return Ok(()) };
     let (elements, numbers) = (input.elements::<T>(), indices.elements::<i64>());
     let (size, stride) = (input.layout.shape[axis], input.layout.strides()[axis]);
-    let count = run.shape.numel();
     // The same axes as the result but for the one that is chosen from, where every line begins at its start.
     let lines = input.layout.slice(axis, 0, 0, run.shape[axis]);
+    let strides = run.shape.strides();
+    let start = [0, lines.offset, indices.layout.offset];
+    let walk = Walk::new(start, axes(&run.shape, [&strides, lines.strides(), indices.layout.strides()]));
+    let [to_step, line_step, index_step] = walk.steps();
     let failed = parking_lot::Mutex::new(None);
-    parallel(count.div_ceil(CHUNK), &|n| {
-        for at in n * CHUNK..((n + 1) * CHUNK).min(count) {
-            match checked(numbers[position(&indices.layout, &run.shape, at)], axis, size) {
+    walk.share(&|[to, line, index], count| {
+        let chosen = |n: usize| checked(numbers[(index + signed(n) * index_step).unsigned_abs()], axis, size);
+        // A row of a table has one index.
+        let (each, many) = if index_step == 0 { (count, 1) } else { (1, count) };
+        for n in 0..many {
+            match chosen(n) {
                 Ok(index) => {
-                    let start = signed(position(&lines, &run.shape, at));
-                    run.to.write(at, elements[(start + signed(index) * stride).unsigned_abs()]);
+                    let from = line + signed(n) * line_step + signed(index) * stride;
+                    run.to.copy(to + signed(n) * to_step, to_step, (elements, from, line_step), each);
                 }
                 Err(error) => *failed.lock() = Some(error),
             }
@@ -338,65 +383,80 @@ fn gather<T: Number>(run: &Special<'_>, axis: usize) -> Result<(), ErrorKind> {
 fn scatter_add<T: Number>(run: &Special<'_>, axis: usize, size: usize) -> Result<(), ErrorKind> {
     let [input, indices] = &run.inputs[..] else { return Ok(()) };
     let (elements, numbers) = (input.elements::<T>(), indices.elements::<i64>());
-    (0..run.shape.numel()).for_each(|at| run.to.write(at, T::zero()));
+    run.to.clear::<T>(0, run.shape.numel());
+    let mut strides = run.shape.strides();
+    let stride = std::mem::take(&mut strides[axis]);
+    let start = [0, input.layout.offset, indices.layout.offset];
     let shape = input.layout.shape;
-    let strides = run.shape.strides();
-    for at in 0..shape.numel() {
-        let index = checked(numbers[position(&indices.layout, &shape, at)], axis, size)?;
-        let mut rest = at;
-        let mut to = 0;
-        for other in (0..shape.rank()).rev() {
-            let along = if other == axis { index } else { rest % shape[other] };
-            to += along * strides[other].unsigned_abs();
-            rest /= shape[other];
+    let walk = Walk::new(start, axes(&shape, [&strides, input.layout.strides(), indices.layout.strides()]));
+    let ([to_step, from_step, index_step], count) = (walk.steps(), walk.len());
+    // Sums of a place are in the order of its elements, so one thread adds them all.
+    let mut failed = Ok(());
+    let rows = if shape.numel() == 0 { 0 } else { walk.rows() };
+    walk.each_row(0..rows, |[to, from, index]| {
+        let chosen = |n: usize| checked(numbers[(index + signed(n) * index_step).unsigned_abs()], axis, size);
+        let (each, many) = if index_step == 0 { (count, 1) } else { (1, count) };
+        for n in 0..many {
+            match chosen(n) {
+                Ok(index) => {
+                    let (to, from) = (to + signed(n) * to_step, from + signed(n) * from_step);
+                    let to = to + signed(index) * stride;
+                    run.to.add(to, to_step, (elements, from, from_step), each);
+                }
+                Err(error) => failed = Err(error),
+            }
         }
-        let sum = run.to.read::<T>(to).plus(elements[position(&input.layout, &shape, at)]);
-        run.to.write(to, sum);
-    }
-    Ok(())
+    });
+    failed
 }
 
 fn place<T: Number>(run: &Special<'_>, corners: &[[usize; crate::shape::RANK_MAX]]) {
     let covered: usize = run.inputs.iter().map(|input| input.layout.shape.numel()).sum();
     if covered != run.shape.numel() {
-        (0..run.shape.numel()).for_each(|at| run.to.write(at, T::zero()));
+        run.to.clear::<T>(0, run.shape.numel());
     }
     let strides = run.shape.strides();
     for (input, corner) in run.inputs.iter().zip(corners) {
         let (elements, shape) = (input.elements::<T>(), input.layout.shape);
-        let start: usize =
-            corner.iter().zip(strides).take(shape.rank()).map(|(at, stride)| at * stride.unsigned_abs()).sum();
-        for at in 0..shape.numel() {
-            let (mut rest, mut to) = (at, start);
-            for axis in (0..shape.rank()).rev() {
-                to += rest % shape[axis] * strides[axis].unsigned_abs();
-                rest /= shape[axis];
-            }
-            run.to.write(to, elements[position(&input.layout, &shape, at)]);
-        }
+        let start: isize = corner.iter().zip(strides).take(shape.rank()).map(|(at, stride)| signed(*at) * stride).sum();
+        let walk = Walk::new([start, input.layout.offset], axes(&shape, [&strides, input.layout.strides()]));
+        let [to_step, from_step] = walk.steps();
+        walk.share(&|[to, from], count| {
+            run.to.copy(to, to_step, (elements, from, from_step), count);
+        });
     }
 }
 
 fn fold<T: Number>(run: &Special<'_>, axis: usize, step: usize, dilation: usize) {
     let input = &run.inputs[0];
     let (elements, shape) = (input.elements::<T>(), input.layout.shape);
-    (0..run.shape.numel()).for_each(|at| run.to.write(at, T::zero()));
     let strides = run.shape.strides();
-    let window_axis = shape.rank() - 1;
-    for at in 0..shape.numel() {
-        let (mut rest, mut to) = (at, 0);
-        for other in (0..shape.rank()).rev() {
-            let along = rest % shape[other];
-            rest /= shape[other];
-            if other == window_axis {
-                to += along * dilation * strides[axis].unsigned_abs();
-            } else if other == axis {
-                to += along * step * strides[axis].unsigned_abs();
-            } else {
-                to += along * strides[other].unsigned_abs();
-            }
+    let window = shape.rank() - 1;
+    // What lies before the axis is folded apart from each other.
+    let apart = Shape::new(&shape[..axis]).unwrap_or(Shape::SCALAR);
+    let (count, own): (usize, usize) = (apart.numel(), run.shape[axis..].iter().product());
+    let along = |other: usize| {
+        let to = match other {
+            _ if other == window => strides[axis] * signed(dilation),
+            _ if other == axis => strides[axis] * signed(step),
+            _ => strides[other],
+        };
+        (shape[other], [to, input.layout.strides()[other]])
+    };
+    let mut inner: Vec<(usize, [isize; 2])> = (axis..shape.rank()).map(along).collect();
+    let inner_count: usize = inner.iter().map(|(size, _)| size).product();
+    // The longest as the rows: windows are short. By the shape alone, or the order of sums would depend on layouts.
+    inner.sort_by_key(|(size, _)| *size);
+    let walk = Walk::new([0, 0], inner.into_iter());
+    let ([to_step, from_step], rows) = (walk.steps(), if inner_count == 0 { 0 } else { walk.rows() });
+    let at_once = (CHUNK / inner_count.max(1)).max(1);
+    parallel(count.div_ceil(at_once), &|item| {
+        for n in item * at_once..((item + 1) * at_once).min(count) {
+            run.to.clear::<T>(n * own, own);
+            let start = [signed(n * own), signed(position(&input.layout, &apart, n))];
+            walk.from(start).each_row(0..rows, |[to, from]| {
+                run.to.add(to, to_step, (elements, from, from_step), walk.len());
+            });
         }
-        let sum = run.to.read::<T>(to).plus(elements[position(&input.layout, &shape, at)]);
-        run.to.write(to, sum);
-    }
+    });
 }

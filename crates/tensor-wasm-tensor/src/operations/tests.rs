@@ -107,7 +107,7 @@ fn names_are_different_and_every_example_uses_its_operation() {
     }
 }
 
-/// The guide's table is this one. `TENSOR_WASM_UPDATE=1` writes it.
+/// The guide's table is this one. `TENSOR_WASM_TEST_UPDATE=1` writes it.
 #[test]
 fn the_guide_has_this_table() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/TENSORS.md");
@@ -115,9 +115,9 @@ fn the_guide_has_this_table() {
     let (begin, end) = ("<!-- operations -->\n", "<!-- /operations -->");
     let (before, rest) = guide.split_once(begin).expect("a place for the table");
     let (table, after) = rest.split_once(end).expect("an end of it");
-    if std::env::var_os("TENSOR_WASM_UPDATE").is_some() {
+    if std::env::var_os("TENSOR_WASM_TEST_UPDATE").is_some() {
         std::fs::write(path, format!("{before}{begin}\n{}\n{end}{after}", markdown())).unwrap();
         return;
     }
-    assert_eq!(table.trim(), markdown().trim(), "run this test with TENSOR_WASM_UPDATE=1");
+    assert_eq!(table.trim(), markdown().trim(), "run this test with TENSOR_WASM_TEST_UPDATE=1");
 }

@@ -134,19 +134,34 @@ impl Strides {
             // The same element over and over, of which there is one.
             return each(0, self.offset, 0, count);
         };
+        if count == 0 {
+            return;
+        }
+        // Divided once, then counted: the windows of a convolution have runs of ten elements.
+        let (mut rest, mut within) = (start / inner, start % inner);
+        let (mut index, mut row) = ([0; RANK_MAX], self.offset);
+        for (axis, (size, stride)) in outer.iter().enumerate().rev() {
+            index[axis] = rest % size;
+            row += signed(index[axis]) * stride;
+            rest /= size;
+        }
         let mut done = 0;
-        while done < count {
-            let at = start + done;
-            let mut rest = at / inner;
-            let within = at % inner;
-            let mut position = self.offset + signed(within) * step;
-            for (size, stride) in outer.iter().rev() {
-                position += signed(rest % size) * stride;
-                rest /= size;
-            }
+        loop {
             let run = (inner - within).min(count - done);
-            each(done, position, *step, run);
-            done += run;
+            each(done, row + signed(within) * step, *step, run);
+            (done, within) = (done + run, 0);
+            if done == count {
+                return;
+            }
+            for (axis, (size, stride)) in outer.iter().enumerate().rev() {
+                index[axis] += 1;
+                row += stride;
+                if index[axis] < *size {
+                    break;
+                }
+                row -= signed(*size) * stride;
+                index[axis] = 0;
+            }
         }
     }
 }

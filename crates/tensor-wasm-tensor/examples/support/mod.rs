@@ -1,0 +1,41 @@
+//! What the examples share, and what `tensor-wasm-tensor/tests/api.rs` runs too, so that an example cannot stop working
+//! unseen: options, data, models, the loop that trains, and charts.
+#![allow(dead_code, reason = "every example, and the test, uses a part of it")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "printing is what an example does")]
+
+pub(crate) mod chart;
+pub(crate) mod digits;
+pub(crate) mod models;
+pub(crate) mod options;
+pub(crate) mod points;
+pub(crate) mod text;
+pub(crate) mod training;
+
+use std::process::ExitCode;
+
+use self::options::{Command, Options, Parsed};
+
+/// Whatever went wrong, in words.
+pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+/// The main function of every example: reads the options, and says what went wrong.
+pub(crate) fn run(command: &Command, train: impl FnOnce(&Options) -> Outcome<()>) -> ExitCode {
+    let options = match command.parse(std::env::args().skip(1)) {
+        Ok(Parsed::Options(options)) => options,
+        Ok(Parsed::Help) => {
+            println!("{}", command.usage());
+            return ExitCode::SUCCESS;
+        }
+        Err(why) => {
+            eprintln!("error: {why}\n\n{}", command.usage());
+            return ExitCode::from(2);
+        }
+    };
+    match train(&options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(why) => {
+            eprintln!("error: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
