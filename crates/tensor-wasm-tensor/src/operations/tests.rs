@@ -121,3 +121,67 @@ fn the_guide_has_this_table() {
     }
     assert_eq!(table.trim(), markdown().trim(), "run this test with TENSOR_WASM_TEST_UPDATE=1");
 }
+
+/// What another library makes of the same expressions, values and gradients: `make_operations.py` wrote it.
+#[derive(serde::Deserialize)]
+struct Fixture {
+    inputs: std::collections::BTreeMap<String, Array>,
+    cases: Vec<Case>,
+}
+
+#[derive(serde::Deserialize)]
+struct Array {
+    dtype: String,
+    shape: Vec<usize>,
+    elements: Vec<f64>,
+}
+
+#[derive(serde::Deserialize)]
+struct Case {
+    expression: String,
+    result: Array,
+    gradients: std::collections::BTreeMap<String, Vec<f64>>,
+}
+
+#[cfg(feature = "io")]
+#[test]
+fn pytorch_computes_the_same_values_and_gradients() {
+    let file: Fixture = serde_json::from_str(include_str!("../../tests/fixtures/operations.json")).unwrap();
+    let input = |name: &str, array: &Array| {
+        let tensor = Tensor::from_vec(array.elements.clone(), &array.shape).cast(DType::named(&array.dtype).unwrap());
+        (name.to_owned(), if tensor.dtype().is_float() { tensor.with_grad() } else { tensor })
+    };
+    let inputs: Vec<(String, Tensor)> = file.inputs.iter().map(|(name, array)| input(name, array)).collect();
+    let given: Vec<(&str, Tensor)> = inputs.iter().map(|(name, tensor)| (name.as_str(), tensor.clone())).collect();
+    let is_close = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-9 * a.abs().max(b.abs()).max(1.0);
+    let mut gradients = 0;
+    for Case { expression, result, gradients: expected } in &file.cases {
+        let found = evaluate(expression, &given, DType::F64).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(
+            (found.shape().to_vec(), found.dtype().name()),
+            (result.shape.clone(), &*result.dtype),
+            "{expression}"
+        );
+        let elements = found.to_f64().unwrap();
+        assert!(elements.iter().zip(&result.elements).all(is_close), "{expression}: {elements:?}");
+        if expected.is_empty() {
+            continue;
+        }
+        let count = i64::try_from(found.numel()).unwrap();
+        let sizes: Vec<isize> = found.shape().iter().map(|size| size.cast_signed()).collect();
+        let weights = Tensor::arange(0, count, 1, DType::F64).cos().reshape(&sizes);
+        for (name, expected) in expected {
+            let (_, asked) = given.iter().find(|(known, _)| known == name).unwrap();
+            let slope = crate::grad(&(&found * &weights).sum(()), &[asked]).unwrap().remove(0).to_f64().unwrap();
+            assert!(slope.iter().zip(expected).all(is_close), "{expression} by {name}: {slope:?} and not {expected:?}");
+            gradients += 1;
+        }
+    }
+    assert!(gradients > 90, "{gradients}");
+    // Everything but what is made from nothing, by chance of our own, or by no type of theirs.
+    let is_known = |operation: &&Operation| file.cases.iter().any(|case| case.expression == operation.example);
+    let is_own =
+        |operation: &&Operation| operation.computed == Computed::Made || ["dropout", "cast"].contains(&operation.name);
+    let missing: Vec<&str> = OPERATIONS.iter().filter(|o| !is_known(o) && !is_own(o)).map(|o| o.name).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
