@@ -98,7 +98,7 @@ fn ours() -> Vec<(String, Run)> {
         Box::new(move || {
             let [q, k, v] = [&q, &k, &v].map(Tensor::with_grad);
             let gradients = grad(&q.attention(&k, &v, false).sum(()), &[&q, &k, &v])?;
-            Tensor::realize_all(&gradients.iter().collect::<Vec<_>>(), tensor_wasm_tensor::Mode::Fused)
+            Tensor::realize_all(&gradients.iter().collect::<Vec<_>>())
         }),
     ));
     rows

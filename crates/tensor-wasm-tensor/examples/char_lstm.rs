@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use tensor_wasm_tensor::nn::{Module, Schedule};
-use tensor_wasm_tensor::{Adam, DType, Mode, Tensor, no_grad};
+use tensor_wasm_tensor::{Adam, DType, Tensor, no_grad};
 
 mod support;
 
@@ -64,7 +64,7 @@ fn train(options: &Options) -> Outcome<()> {
             let letter = Tensor::from_slice(&[*letter], &[1]);
             let (output, new_hidden, new_memory) = no_grad(|| model.step(&letter, &hidden, &memory));
             // All three at once: what is not computed here would be computed from the first letter on at every letter.
-            Tensor::realize_all(&[&output, &new_hidden, &new_memory], Mode::Fused)?;
+            Tensor::realize_all(&[&output, &new_hidden, &new_memory])?;
             logits = output.to_vec()?;
             (hidden, memory) = (new_hidden, new_memory);
         }

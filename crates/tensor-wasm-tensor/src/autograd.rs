@@ -198,7 +198,7 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
                     // A bound has none, and what is at its bound does not move: a rectifier is flat at zero.
                     if !(a.requires_grad() && b.requires_grad()) {
                         let second = if *op == BinaryOp::Max { a.lt(b) } else { b.lt(a) };
-                        let part = |mask: &Tensor| Some(Tensor::select(mask, g, &g.scalar_like(0, at), at));
+                        let part = |mask: &Tensor| Some(Tensor::choose(mask, g, &g.scalar_like(0, at), at));
                         return vec![part(&first), part(&second)];
                     }
                     // Where both are the same, each has half.
@@ -211,7 +211,7 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
         }
         Op::Where => {
             let zero = g.scalar_like(0, at);
-            let (a, b) = (Tensor::select(&inputs[0], g, &zero, at), Tensor::select(&inputs[0], &zero, g, at));
+            let (a, b) = (Tensor::choose(&inputs[0], g, &zero, at), Tensor::choose(&inputs[0], &zero, g, at));
             vec![None, Some(a), Some(b)]
         }
         Op::Cast => {
@@ -320,7 +320,7 @@ fn product_of_others(x: &Tensor, axes: AxisSet, at: Caller) -> Tensor {
     };
     let lines = moved.reshape_to(flat, at).expand_to(square, at);
     let diagonal = Tensor::eye(count, crate::dtype::DType::Bool).expand_to(square, at);
-    let others = Tensor::select(&diagonal, &x.scalar_like(1, at), &lines, at);
+    let others = Tensor::choose(&diagonal, &x.scalar_like(1, at), &lines, at);
     let mut last = AxisSet::default();
     last.insert(2);
     let products = others.reduce(ReduceOp::Prod, last, at).reshape_to(moved.shape(), at);

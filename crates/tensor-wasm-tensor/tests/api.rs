@@ -162,7 +162,7 @@ fn operators_methods_and_modes_agree() {
     let y = Tensor::uniform(&[40], 4, DType::F32);
     let fused = (&x * 2.0 + &y).tanh() / (1.0 + x.exp());
     let eager = x.mul(2.0).add(&y).tanh().div(x.exp().add(1.0));
-    Tensor::realize_all(&[&eager], Mode::Eager).unwrap();
+    Tensor::realize_in(&[&eager], Mode::Eager).unwrap();
     assert_eq!(fused.to_vec::<f32>().unwrap(), eager.to_vec::<f32>().unwrap());
     // What lies the other way round is read in blocks.
     let (high, wide) = (131, 77);
@@ -473,13 +473,13 @@ fn cells_remember_and_learn() {
 fn what_is_made_from_nothing_can_be_stored_and_used() {
     let zeros = Tensor::zeros(&[3], DType::F32);
     let ones = &zeros + 1.0;
-    Tensor::realize_all(&[&zeros, &ones], Mode::Fused).unwrap();
+    Tensor::realize_all(&[&zeros, &ones]).unwrap();
     assert_eq!((zeros.to_vec::<f32>().unwrap(), ones.to_vec::<f32>().unwrap()), (vec![0.0; 3], vec![1.0; 3]));
     // A product needs a buffer of what others compute by themselves.
     let numbers = Tensor::arange(0, 4, 1, DType::F32).reshape(&[2, 2]);
     let (sum, product) = (&numbers + 1.0, Tensor::ones(&[2, 2], DType::F32).matmul(&Tensor::ones(&[2, 2], DType::F32)));
     let both = &sum + &product;
-    Tensor::realize_all(&[&sum, &both, &numbers], Mode::Fused).unwrap();
+    Tensor::realize_all(&[&sum, &both, &numbers]).unwrap();
     assert_eq!(both.to_vec::<f32>().unwrap(), [3.0, 4.0, 5.0, 6.0]);
     let (w, b) = (Tensor::ones(&[2, 2], DType::F32).with_grad(), Tensor::zeros(&[2], DType::F32).with_grad());
     (numbers.matmul(&w) + &b).sum(()).backward().unwrap();

@@ -273,7 +273,7 @@ impl Digits {
             let logits = no_grad(|| model.forward(&part.pixels));
             let hits = logits.argmax(1).eq(&target).sum(());
             let own = logits.cross_entropy(&target);
-            Tensor::realize_all(&[&hits, &own], tensor_wasm_tensor::Mode::Fused)?;
+            Tensor::realize_all(&[&hits, &own])?;
             right += hits.item::<i64>()?;
             loss += own.cast(DType::F64).item::<f64>()? * part.count() as f64;
         }

@@ -1,6 +1,6 @@
 //! The models of the examples.
 
-use tensor_wasm_tensor::nn::{Conv2d, Embedding, LayerNorm, Linear, Lstm, Module, Sequential, function};
+use tensor_wasm_tensor::nn::{Conv2d, Embedding, LayerNorm, Linear, Lstm, Module, Sequential, below, function};
 use tensor_wasm_tensor::{Convolution, DType, Tensor, Variable, Window};
 
 use super::digits::{CLASSES, PIXELS, SIDE};
@@ -51,10 +51,6 @@ fn seeds(seed: u64) -> impl Fn(u64) -> u64 {
 }
 
 /// Variables of a part of a model, with its name before theirs.
-fn below(name: &str, module: &dyn Module) -> Vec<(String, Variable)> {
-    module.variables().into_iter().map(|(own, variable)| (format!("{name}.{own}"), variable)).collect()
-}
-
 /// The next letter, by what an LSTM remembers of those before.
 pub(crate) struct CharLstm {
     table: Embedding,

@@ -12,7 +12,6 @@ use super::{FileCall, Order, Parsed, Why, bytes_of, element_bytes, open, read_ex
 use crate::cpu::memory::FileBytes;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::schedule::Mode;
 use crate::tensor::{Caller, Tensor};
 
 /// What every file begins with; two bytes of version follow.
@@ -99,7 +98,7 @@ pub fn save_npz(path: impl AsRef<Path>, tensors: impl IntoIterator<Item = (impl 
     let path = path.as_ref();
     let tensors: Vec<(String, Tensor)> = tensors.into_iter().map(|(name, tensor)| (name.into(), tensor)).collect();
     FileCall::on("save_npz", path, Location::caller()).run(|_| {
-        Tensor::realize_all(&tensors.iter().map(|(_, tensor)| tensor).collect::<Vec<_>>(), Mode::Fused)?;
+        Tensor::realize_all(&tensors.iter().map(|(_, tensor)| tensor).collect::<Vec<_>>())?;
         save(path, |file| {
             let mut archive = ArchiveWriter::new(file);
             for (name, tensor) in &tensors {

@@ -13,7 +13,6 @@ use super::{FileCall, Order, Parsed, Why, bytes_of, element_bytes, open, save, s
 use crate::cpu::memory::FileBytes;
 use crate::dtype::DType;
 use crate::error::Result;
-use crate::schedule::Mode;
 use crate::tensor::{Caller, Tensor};
 
 /// Bytes of the length that a file begins with.
@@ -141,7 +140,7 @@ fn owned(tensors: impl IntoIterator<Item = (impl Into<String>, Tensor)>) -> Vec<
 }
 
 fn write(to: &mut impl Write, tensors: &[(String, Tensor)], metadata: &BTreeMap<String, String>) -> Parsed<()> {
-    Tensor::realize_all(&tensors.iter().map(|(_, tensor)| tensor).collect::<Vec<_>>(), Mode::Fused)?;
+    Tensor::realize_all(&tensors.iter().map(|(_, tensor)| tensor).collect::<Vec<_>>())?;
     // The widest first: then all are aligned.
     let mut sorted: Vec<&(String, Tensor)> = tensors.iter().collect();
     sorted.sort_by_key(|(name, tensor)| (std::cmp::Reverse(tensor.dtype().size()), name));

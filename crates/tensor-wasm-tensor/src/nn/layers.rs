@@ -6,7 +6,6 @@ use super::Module;
 use crate::autograd::no_grad;
 use crate::dtype::DType;
 use crate::random;
-use crate::schedule::Mode;
 use crate::tensor::{Convolution, Tensor};
 use crate::train::Variable;
 
@@ -199,7 +198,7 @@ impl Module for BatchNorm {
             // The estimate that is right on average.
             let variance = blend(&self.running_variance, &variance, count / (count - 1.0).max(1.0));
             // Computed now, or each step would hold the graph of all steps before.
-            if Tensor::realize_all(&[&mean, &variance], Mode::Fused).is_ok() {
+            if Tensor::realize_all(&[&mean, &variance]).is_ok() {
                 self.running_mean.set(&mean);
                 self.running_variance.set(&variance);
             }

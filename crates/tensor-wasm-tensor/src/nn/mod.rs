@@ -70,6 +70,11 @@ pub trait Module: Send + Sync {
     }
 }
 
+/// The variables of a part of a module, by names that say which part: `up.weight`.
+pub fn below(part: &str, module: &dyn Module) -> Vec<(String, Variable)> {
+    module.variables().into_iter().map(|(own, variable)| (format!("{part}.{own}"), variable)).collect()
+}
+
 /// What hooks of a module see: what went in, and what came out.
 type ForwardHook = Box<dyn Fn(&Tensor, &Tensor) + Send + Sync>;
 

@@ -1,6 +1,6 @@
 //! Cells that remember.
 
-use super::{Linear, Module};
+use super::{Linear, Module, below};
 use crate::random;
 use crate::tensor::Tensor;
 use crate::train::Variable;
@@ -60,10 +60,6 @@ fn over_steps(input: &Tensor, mut step: impl FnMut(&Tensor) -> Tensor) -> Tensor
 
 fn nothing(input: &Tensor, size: usize) -> Tensor {
     Tensor::zeros(&[input.shape().first().copied().unwrap_or(1), size], input.dtype())
-}
-
-fn below(name: &str, module: &Linear) -> Vec<(String, Variable)> {
-    module.variables().into_iter().map(|(own, variable)| (format!("{name}.{own}"), variable)).collect()
 }
 
 impl Module for Lstm {

@@ -389,6 +389,8 @@ pub static OPERATIONS: &[Operation] = operations! {
         |a| Ok(a.tensor("x")?.unsqueeze(a.int("axis", 0)?));
     "flip"(x: Tensor, axis: Ints = "") View differentiable Any, "backwards along axes", "flip(x, 1)",
         |a| Ok(a.tensor("x")?.flip(a.ints("axis")?));
+    "select"(x: Tensor, axis: Int, index: Int) View differentiable Any, "the elements at one index of an axis, as in x[0]",
+        "select(x, 1, -2)", |a| Ok(a.tensor("x")?.select(a.int("axis", 0)?, a.int("index", 0)?));
     "slice"(x: Tensor, axis: Int, start: Int = "", end: Int = "", step: Int = "1") View differentiable Any,
         "some elements of an axis, as in x[1:, ::-2]", "x[1:, ::-2]", |a| {
             let bound = |name: &str| a.has(name).then(|| a.int(name, 0)).transpose();

@@ -65,7 +65,7 @@ fn every_example_is_computed_alike_fused_and_one_by_one() {
     for operation in OPERATIONS {
         let run = |mode: Mode| {
             let tensor = evaluate(operation.example, &named_in(operation.example, DType::F32), DType::F32).unwrap();
-            Tensor::realize_all(&[&tensor], mode).unwrap();
+            Tensor::realize_in(&[&tensor], mode).unwrap();
             tensor.to_f64().unwrap()
         };
         let (fused, eager) = (run(Mode::Fused), run(Mode::Eager));

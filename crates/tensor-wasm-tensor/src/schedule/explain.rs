@@ -260,20 +260,20 @@ mod tests {
         assert!(explanation.not_fused.is_empty(), "{explanation}");
         assert_eq!(explanation.peak_bytes, 70 * 65 * 4, "the product is not kept: {explanation}");
         let eager = layer();
-        Tensor::realize_all(&[&eager], Mode::Eager).unwrap();
+        Tensor::realize_in(&[&eager], Mode::Eager).unwrap();
         assert_eq!(layer().to_vec::<f32>().unwrap(), eager.to_vec::<f32>().unwrap());
         // Where somebody else wants the product, both are kept.
         let product = x.matmul(&w);
         let active = product.relu();
-        let explanation = Tensor::explain_all(&[&product, &active], Mode::Fused).unwrap();
+        let explanation = Tensor::explain_all(&[&product, &active]).unwrap();
         assert_eq!((explanation.kernels.len(), explanation.kernels[0].in_place), (1, 0), "{explanation}");
-        Tensor::realize_all(&[&product, &active], Mode::Fused).unwrap();
+        Tensor::realize_all(&[&product, &active]).unwrap();
         let expect: Vec<f32> = product.to_vec::<f32>().unwrap().iter().map(|x| x.max(0.0)).collect();
         assert_eq!(active.to_vec::<f32>().unwrap(), expect);
         // What is needed first may come later in the program.
         let late = (x.matmul(&w) * (normal(&[70, 65], 4).exp() + 1.0)).to_vec::<f32>().unwrap();
         let eager = x.matmul(&w) * (normal(&[70, 65], 4).exp() + 1.0);
-        Tensor::realize_all(&[&eager], Mode::Eager).unwrap();
+        Tensor::realize_in(&[&eager], Mode::Eager).unwrap();
         assert_eq!(late, eager.to_vec::<f32>().unwrap());
     }
 

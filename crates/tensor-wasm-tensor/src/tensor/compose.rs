@@ -149,7 +149,7 @@ impl Tensor {
     #[track_caller]
     fn where_like(&self, value: f64, other: &Tensor) -> Tensor {
         let at = Location::caller();
-        Tensor::select(self, &other.scalar_like(value, at), other, at)
+        Tensor::choose(self, &other.scalar_like(value, at), other, at)
     }
 
     /// The first index of the largest element along an axis.

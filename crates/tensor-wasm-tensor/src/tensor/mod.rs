@@ -83,7 +83,12 @@ impl Tensor {
     }
 
     /// Computes several at once: what they share is computed once.
-    pub fn realize_all(tensors: &[&Tensor], mode: Mode) -> Result<()> {
+    pub fn realize_all(tensors: &[&Tensor]) -> Result<()> {
+        Tensor::realize_in(tensors, Mode::Fused)
+    }
+
+    /// The same, fused or one operation after the other.
+    pub fn realize_in(tensors: &[&Tensor], mode: Mode) -> Result<()> {
         let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
         schedule::realize(&nodes, mode)
     }
@@ -94,9 +99,9 @@ impl Tensor {
     }
 
     /// The same for several that are computed at once.
-    pub fn explain_all(tensors: &[&Tensor], mode: Mode) -> Result<Explanation> {
+    pub fn explain_all(tensors: &[&Tensor]) -> Result<Explanation> {
         let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
-        schedule::explain(&nodes, mode)
+        schedule::explain(&nodes, Mode::Fused)
     }
 
     pub(crate) fn value(&self) -> Result<Value> {

@@ -133,7 +133,7 @@ impl Tensor {
         }
         let inside = Tensor::fill(true.into(), self.shape(), DType::Bool, at);
         let inside = Tensor::place(&[&inside], &[corner], wide, at);
-        Ok(Tensor::select(&inside, &placed, &self.scalar_like(value, at), at))
+        Ok(Tensor::choose(&inside, &placed, &self.scalar_like(value, at), at))
     }
 
     /// A convolution of images `[batch, channels, rows, columns]` with filters `[filters, channels / groups, rows,
@@ -336,7 +336,7 @@ impl Tensor {
             // The last query sees everything.
             let behind = i64::try_from(count).unwrap_or(i64::MAX) - i64::try_from(queries).unwrap_or(i64::MAX);
             let seen = column.le(row + behind);
-            scores = Tensor::select(&seen, &scores, &scores.scalar_like(f64::NEG_INFINITY, at), at);
+            scores = Tensor::choose(&seen, &scores, &scores.scalar_like(f64::NEG_INFINITY, at), at);
         }
         scores.softmax(-1).matrix_product(values, at)
     }

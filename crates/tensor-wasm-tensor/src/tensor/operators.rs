@@ -154,7 +154,7 @@ impl Tensor {
             let b = b.into_tensor(Some(&a), at);
             (a, b)
         };
-        Tensor::select(self, &a, &b, at)
+        Tensor::choose(self, &a, &b, at)
     }
 
     /// The same numbers as elements of another type. Floats become integers by being cut towards zero, to the nearest

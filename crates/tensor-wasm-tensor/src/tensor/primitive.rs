@@ -116,7 +116,7 @@ impl Tensor {
         Tensor::make(Op::Move(movement), &[self], shape, self.dtype(), at)
     }
 
-    pub(crate) fn select(condition: &Tensor, a: &Tensor, b: &Tensor, at: Caller) -> Tensor {
+    pub(crate) fn choose(condition: &Tensor, a: &Tensor, b: &Tensor, at: Caller) -> Tensor {
         let made = || {
             condition.check()?;
             let error = |what| TensorError::new("where", what, at);

@@ -237,6 +237,25 @@ impl Tensor {
     }
 
     /// `len` elements along an axis from `start` on.
+    /// The elements at one index of an axis, which is gone then.
+    #[track_caller]
+    pub fn select(&self, axis: isize, index: isize) -> Tensor {
+        let at = Location::caller();
+        let made = || {
+            let axis = self.axis(axis, "select", at)?;
+            let size = self.shape()[axis];
+            let from_start = if index < 0 { index + size.cast_signed() } else { index };
+            match usize::try_from(from_start).ok().filter(|index| *index < size) {
+                Some(index) => Ok(self.narrow(axis.cast_signed(), index, 1).squeeze(axis.cast_signed())),
+                None => {
+                    let what = ErrorKind::OutOfRange { index: index as i64, axis, size };
+                    Err(TensorError::new("select", what, at))
+                }
+            }
+        };
+        made().unwrap_or_else(Tensor::holding)
+    }
+
     #[track_caller]
     pub fn narrow(&self, axis: isize, start: usize, len: usize) -> Tensor {
         let at = Location::caller();

@@ -8,7 +8,6 @@ use parking_lot::Mutex;
 use crate::autograd;
 use crate::error::{ErrorKind, Result, TensorError};
 use crate::graph::Node;
-use crate::schedule::Mode;
 use crate::tensor::Tensor;
 
 /// What a hook does with a gradient: another one in its place, or nothing.
@@ -54,7 +53,7 @@ impl Tensor {
         };
         let sums: Vec<Tensor> = known.iter().zip(&new).map(|(known, new)| add(known.as_ref(), new)).collect();
         let all: Vec<&Tensor> = sums.iter().chain([self]).collect();
-        Tensor::realize_all(&all, Mode::Fused)?;
+        Tensor::realize_all(&all)?;
         for ((asked, sum), (known, new)) in asked.iter().zip(sums).zip(known.iter().zip(&new)) {
             let Some(gradients) = asked.node.gradients.get() else { continue };
             let mut kept = gradients.sum.lock();

@@ -6,7 +6,6 @@ use std::panic::Location;
 use super::Variable;
 use crate::autograd::no_grad;
 use crate::error::{ErrorKind, Result, TensorError};
-use crate::schedule::Mode;
 use crate::tensor::Tensor;
 
 /// Makes variables better, by their gradients.
@@ -62,7 +61,7 @@ impl Memory {
             }
         });
         let all: Vec<&Tensor> = made.iter().flat_map(|(_, new, kept)| kept.iter().chain([new])).collect();
-        Tensor::realize_all(&all, Mode::Fused)?;
+        Tensor::realize_all(&all)?;
         for (n, new, kept) in made {
             self.variables[n].set(&new);
             self.kept[n] = Some(kept);
@@ -290,7 +289,7 @@ pub fn clip_grad_norm(variables: &[Variable], most: f64) -> Result<f64> {
     let tensors: Vec<Tensor> = variables.iter().map(Variable::get).filter(|tensor| tensor.grad().is_some()).collect();
     let squares = tensors.iter().filter_map(Tensor::grad).map(|gradient| gradient.square().sum(()));
     let squares: Vec<Tensor> = squares.collect();
-    Tensor::realize_all(&squares.iter().collect::<Vec<_>>(), Mode::Fused)?;
+    Tensor::realize_all(&squares.iter().collect::<Vec<_>>())?;
     let mut sum = 0.0;
     for square in &squares {
         sum += square.to_f64()?.iter().sum::<f64>();
