@@ -7,7 +7,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
-use tensor_wasm_tensor::nn::{Conv2d, Linear, Module, Sequential, function};
+use tensor_wasm_tensor::nn::{Conv2d, Hooked, Linear, Module, Sequential, function};
 use tensor_wasm_tensor::{Adam, Convolution, DType, Optimizer, Sgd, Tensor, Variable, Window, grad};
 
 use crate::report::{Goal, Report, root};
@@ -69,9 +69,7 @@ fn ours() -> Vec<(String, Run)> {
     rows.push(("layer_norm/4096x1024".to_owned(), computes(move || other.layer_norm(1, 1e-5))));
     let one = random(&[], 10);
     rows.push(("scalar".to_owned(), Box::new(move || (&one + 1.0).item::<f32>().map(drop))));
-    let relu = || function(|x| x.relu());
-    let mlp = Sequential::new().then(Linear::new(784, 128, 1)).then(relu()).then(Linear::new(128, 10, 2));
-    rows.push(("mlp_step".to_owned(), trainer(mlp, random(&[64, 784], 11))));
+    rows.push(("mlp_step".to_owned(), trainer(mlp(), random(&[64, 784], 11))));
     let pool = move || function(move |x| x.max_pool2d(2, window));
     let cnn = Sequential::new()
         .then(Conv2d::new(1, 16, 5, Convolution::default(), 3))
@@ -102,6 +100,14 @@ fn ours() -> Vec<(String, Run)> {
         }),
     ));
     rows
+}
+
+fn relu() -> impl Module {
+    function(|x| x.relu())
+}
+
+fn mlp() -> Sequential {
+    Sequential::new().then(Linear::new(784, 128, 1)).then(relu()).then(Linear::new(128, 10, 2))
 }
 
 fn trainer(model: impl Module + 'static, inputs: Tensor) -> Run {
@@ -204,6 +210,87 @@ fn rust_peers() -> anyhow::Result<PathBuf> {
     Ok(cache.join("release/tensor-peers"))
 }
 
+/// How often a row at 4096² reads or writes as many elements, if it does nothing that takes longer.
+fn passes(row: &str) -> Option<f64> {
+    let name = row.strip_suffix("/4096")?;
+    match name {
+        "add" | "sub" | "mul" | "div" => Some(3.0),
+        "relu" | "transpose" => Some(2.0),
+        "sum" | "mean" | "sum_axis0" | "sum_axis1" | "mean_axis0" | "mean_axis1" => Some(1.0),
+        _ => None,
+    }
+}
+
+/// What a program of three lines costs, and what a hook does: ours against ours.
+fn own(report: &mut Report, rounds: usize) -> anyhow::Result<()> {
+    let hooked = Hooked::new(mlp()).on_forward(|_, output| {
+        std::hint::black_box(output.numel());
+    });
+    let sides = [trainer(mlp(), random(&[64, 784], 11)), trainer(hooked, random(&[64, 784], 11))];
+    let [plain, hooked] = in_turns(sides, 3 * rounds)?;
+    let what = "µs a step of the MLP, with a hook on its forward against without";
+    report.ratio("tensors/hook", what, hooked / 1e3, (plain / 1e3, "without"), "µs", Goal::AtMost(1.02));
+    let (a, b) = (random(&[64], 1), random(&[64], 2));
+    let form = |f: fn(&Tensor, &Tensor) -> Tensor| {
+        let (a, b) = (a.clone(), b.clone());
+        computes(move || f(&a, &b))
+    };
+    let sides = [form(|a, b| a + b), form(|a, b| a.add(b)), form(|a, b| Tensor::add(a, b))];
+    let [operator, method, call] = in_turns(sides, 3 * rounds)?;
+    let what = "ns for 64 elements: `Tensor::add(&a, &b)` and `a.add(&b)`, the slower of them, against `&a + &b`";
+    report.ratio("tensors/forms", what, method.max(call), (operator, "operator"), "ns", Goal::AtMost(1.05));
+    Ok(())
+}
+
+/// The middle of medians that were measured one after the other, over and over.
+fn in_turns<const N: usize>(mut sides: [Run; N], rounds: usize) -> anyhow::Result<[f64; N]> {
+    let mut times = [const { Vec::new() }; N];
+    for _ in 0..rounds {
+        for (side, times) in sides.iter_mut().zip(&mut times) {
+            times.push(median(side)?);
+        }
+    }
+    Ok(times.map(|mut times| middle(&mut times)))
+}
+
+/// How long it takes to build a perceptron with each library from nothing, and how large the program is.
+fn programs(report: &mut Report) -> anyhow::Result<()> {
+    let mut found: Vec<(&str, f64, f64)> = Vec::new();
+    for name in ["ours", "candle", "burn"] {
+        let source = root().join("crates/tensor-wasm-bench/peers/mlp").join(name);
+        let cache = root().join("bench-cache/mlp").join(name);
+        let cargo = |command: &str| {
+            let mut cargo = Command::new("cargo");
+            cargo.args([command, "--locked", "--manifest-path"]).arg(source.join("Cargo.toml"));
+            cargo.env_remove("RUSTFLAGS").env_remove("CARGO_TARGET_DIR");
+            cargo
+        };
+        ensure!(cargo("fetch").status()?.success(), "cannot fetch what {name} needs");
+        let _ = std::fs::remove_dir_all(&cache);
+        println!("building a perceptron with {name} from nothing");
+        let begun = Instant::now();
+        let built = cargo("build").args(["--release", "--quiet", "--target-dir"]).arg(&cache).status()?;
+        ensure!(built.success(), "building a perceptron with {name} failed");
+        let seconds = begun.elapsed().as_secs_f64();
+        let program = cache.join("release").join(format!("mlp-{name}"));
+        let loss = Command::new(&program).output()?;
+        let loss = String::from_utf8_lossy(&loss.stdout).trim().parse::<f64>();
+        ensure!(loss.is_ok_and(|loss| loss < 2.4), "the perceptron with {name} does not learn");
+        found.push((name, seconds, std::fs::metadata(&program)?.len() as f64 / 1e6));
+    }
+    let best = |of: fn(&(&str, f64, f64)) -> f64| {
+        let least = found[1..].iter().min_by(|a, b| of(a).total_cmp(&of(b)));
+        least.map_or((f64::INFINITY, "none"), |row| (of(row), ["candle", "burn"][usize::from(row.0 == "burn")]))
+    };
+    let all: Vec<String> =
+        found.iter().map(|(name, seconds, size)| format!("{name} {seconds:.1} s, {size:.2} MB")).collect();
+    let what = format!("of `cargo build --release` of a perceptron that trains; {}", all.join("; "));
+    let (seconds, size) = (best(|row| row.1), best(|row| row.2));
+    report.ratio("tensors/mlp_build", &format!("time {what}"), found[0].1, seconds, "s", Goal::AtMost(1.0));
+    report.ratio("tensors/mlp_size", &format!("size {what}"), found[0].2, size, "MB", Goal::AtMost(1.0));
+    Ok(())
+}
+
 /// What each row is held to: a ratio to the best of the peers, as how many times as fast ours is.
 fn goal(row: &str) -> f64 {
     match row.split('/').next().unwrap_or(row) {
@@ -225,20 +312,20 @@ pub(crate) fn compare(rounds: usize, only: Option<&str>) -> anyhow::Result<()> {
         peers.push(Peer::start(name, &mut Command::new(&rust))?);
     }
     let mut report = Report::new("tensors");
-    let mut copy = BTreeMap::new();
-    for peer in &mut peers {
-        if let Some(time) = peer.measure("copy/4096")? {
-            copy.insert(peer.name, time);
-        }
-    }
     for (row, mut run) in ours().into_iter().filter(|(row, _)| only.is_none_or(|only| row.contains(only))) {
         let mut own = Vec::new();
         let mut others: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
+        let mut copies = Vec::new();
         for _ in 0..rounds {
             own.push(median(&mut run)?);
             for peer in &mut peers {
                 if let Some(time) = peer.measure(&row)? {
                     others.entry(peer.name).or_default().push(time);
+                }
+                if passes(&row).is_some()
+                    && let Some(time) = peer.measure("copy/4096")?
+                {
+                    copies.push(time);
                 }
             }
         }
@@ -263,6 +350,21 @@ pub(crate) fn compare(rounds: usize, only: Option<&str>) -> anyhow::Result<()> {
             "runs/s",
             Goal::AtLeast(goal(&row)),
         );
+        if let Some(passes) = passes(&row) {
+            let bytes = 4096.0 * 4096.0 * 4.0;
+            // The quickest copy that anybody made.
+            let copy = 2.0 * bytes / copies.iter().copied().fold(f64::INFINITY, f64::min);
+            let what = "bytes that are read and written, against those of a copy (the best of all in the same rounds)";
+            let (id, ours) = (format!("tensors/{row}/bandwidth"), passes * bytes / own);
+            report.ratio(&id, what, ours, (copy, "copy"), "GB/s", Goal::AtLeast(0.9));
+        }
     }
-    report.save()
+    if only.is_none_or(|only| only == "own") {
+        own(&mut report, rounds)?;
+    }
+    if only.is_none_or(|only| only == "programs") {
+        programs(&mut report)?;
+    }
+    // A part of the rows is no result.
+    if only.is_none() { report.save() } else { Ok(()) }
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::error::{ErrorKind, Result, TensorError};
 use crate::graph::Node;
-use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
+use crate::graph::op::{BinaryOp, FoldedAxis, Movement, Op, ReduceOp, UnaryOp};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 use crate::tensor::{Caller, Tensor};
 use crate::train;
@@ -194,13 +194,16 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
                     vec![Some(g * slope), Some(g * output * log)]
                 }
                 BinaryOp::Max | BinaryOp::Min => {
-                    let first = if *op == BinaryOp::Max { b.lt(a) } else { a.lt(b) };
-                    // A bound has none, and what is at its bound does not move: a rectifier is flat at zero.
+                    // A bound has none, and what is at its bound does not move: a rectifier is flat at zero. The result
+                    // is beyond the bound where the operand is, so that the operand need not be kept.
                     if !(a.requires_grad() && b.requires_grad()) {
-                        let second = if *op == BinaryOp::Max { a.lt(b) } else { b.lt(a) };
-                        let part = |mask: &Tensor| Some(Tensor::choose(mask, g, &g.scalar_like(0, at), at));
-                        return vec![part(&first), part(&second)];
+                        let beyond = |bound: &Tensor| {
+                            let mask = if *op == BinaryOp::Max { bound.lt(output) } else { output.lt(bound) };
+                            Some(Tensor::choose(&mask, g, &g.scalar_like(0, at), at))
+                        };
+                        return vec![beyond(b), beyond(a)];
                     }
+                    let first = if *op == BinaryOp::Max { b.lt(a) } else { a.lt(b) };
                     // Where both are the same, each has half.
                     let half = a.eq(b).cast_to(a.dtype(), at) * 0.5;
                     let first = first.cast_to(a.dtype(), at) + half;
@@ -237,6 +240,18 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
             let (a, b) = (&inputs[0], &inputs[1]);
             vec![Some(g.matrix_product(&b.t(), at)), Some(a.t().matrix_product(g, at))]
         }
+        Op::Contract { .. } => {
+            // Whatever one operand does not know, its gradient is summed over: a contraction again.
+            let part = |own: &Tensor, other: &Tensor| {
+                let (shape, size) = (own.shape(), other.shape());
+                let mut summed = AxisSet::default();
+                (0..shape.rank()).filter(|axis| shape[*axis] == 1 && size[*axis] != 1).for_each(|axis| {
+                    summed.insert(axis);
+                });
+                Some(g.contract(other, summed, at).expand_to(shape, at))
+            };
+            vec![part(&inputs[0], &inputs[1]), part(&inputs[1], &inputs[0])]
+        }
         Op::Cumsum { axis, is_reverse } => one(g.running_sum(*axis, !is_reverse, at)),
         Op::Gather { axis } => {
             let size = inputs[0].shape()[*axis];
@@ -253,9 +268,16 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
             };
             inputs.iter().zip(corners.iter()).map(part).collect()
         }
-        Op::Fold { axis, step, dilation, .. } => {
-            let movement = Movement::Windows { axis: *axis, step: *step, dilation: *dilation };
-            one(g.moved(movement, inputs[0].shape(), at))
+        Op::Fold { last, before } => {
+            let shape = inputs[0].shape();
+            let windows = |g: &Tensor, folded: &FoldedAxis, shape: Shape| {
+                let FoldedAxis { axis, step, dilation, .. } = *folded;
+                g.moved(Movement::Windows { axis, step, dilation }, shape, at)
+            };
+            let Some(before) = before else { return one(windows(g, last, shape)) };
+            let outer = Shape::new(&shape[..shape.rank() - 1]).unwrap_or(Shape::SCALAR);
+            let outer = outer.with(last.axis, g.shape()[last.axis]);
+            one(windows(&windows(g, before, outer), last, shape))
         }
     }
 }
@@ -299,8 +321,8 @@ fn pull_back_view(movement: &Movement, x: &Tensor, g: &Tensor, at: Caller) -> Te
             Tensor::place(&[&spread], &[corner], shape, at)
         }
         Movement::Windows { axis, step, dilation } => {
-            let op = Op::Fold { axis: *axis, step: *step, dilation: *dilation, size: shape[*axis] };
-            Tensor::make(op, &[g], shape, g.dtype(), at)
+            let (axis, step, dilation) = (*axis, *step, *dilation);
+            g.folded(FoldedAxis { axis, step, dilation, size: shape[axis] }, at)
         }
     }
 }

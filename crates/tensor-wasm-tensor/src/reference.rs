@@ -180,6 +180,18 @@ fn evaluate(node: &Node, known: &mut HashMap<u64, Reference>) {
                         })
                         .sum()
                 }),
+                Op::Contract { summed } => each(&|index| {
+                    let (left, right) = (&input(0).shape, &input(1).shape);
+                    let both = left.broadcast(right).unwrap();
+                    let all = indices(&both);
+                    let of_this = all.iter().filter(|other| {
+                        (0..both.rank()).all(|axis| summed.contains(axis) || other[axis] == index[axis])
+                    });
+                    let known = |other: &[usize], shape: &Shape| -> Vec<usize> {
+                        other.iter().zip(shape.iter()).map(|(at, size)| if *size == 1 { 0 } else { *at }).collect()
+                    };
+                    of_this.map(|other| input(0).at(&known(other, left)) * input(1).at(&known(other, right))).sum()
+                }),
                 Op::ArgReduce { axis, largest } => each(&|index| {
                     let mut index = index.to_vec();
                     let values: Vec<f64> = (0..input(0).shape[*axis])
@@ -240,11 +252,14 @@ fn evaluate(node: &Node, known: &mut HashMap<u64, Reference>) {
                     };
                     (0..corners.len()).find_map(inside).unwrap_or_default()
                 }),
-                Op::Fold { axis, step, dilation, .. } => {
+                Op::Fold { last, before } => {
                     let mut sums: HashMap<Vec<usize>, f64> = HashMap::new();
                     for index in indices(&input(0).shape) {
-                        let mut to = index[..shape.rank()].to_vec();
-                        to[*axis] = index[*axis] * step + index[shape.rank()] * dilation;
+                        let mut to = index.clone();
+                        for folded in [Some(last), before.as_ref()].into_iter().flatten() {
+                            let within = to.pop().unwrap();
+                            to[folded.axis] = to[folded.axis] * folded.step + within * folded.dilation;
+                        }
                         *sums.entry(to).or_default() += input(0).at(&index);
                     }
                     each(&|index| sums.get(index).copied().unwrap_or_default())
@@ -663,6 +678,10 @@ fn gradients_are_slopes() {
     let window = Window { stride: 1, padding: 1, dilation: 1 };
     check_gradient("max_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].max_pool2d(2, window));
     check_gradient("avg_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].avg_pool2d(3, window));
+    let apart = Window { stride: 2, padding: 0, dilation: 1 };
+    check_gradient("max_pool2d of windows apart", std::slice::from_ref(&images), &|inputs| {
+        (inputs[0].max_pool2d(2, apart) * inputs[0].square().avg_pool2d(2, apart)).tanh()
+    });
     let keys = random(&[2, 4, 5], -1.0, 1.0);
     check_gradient("attention", &[z.clone(), keys, z.clone()], &|inputs| {
         inputs[0].attention(&inputs[1], &inputs[2], true)

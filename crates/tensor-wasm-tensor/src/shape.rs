@@ -101,6 +101,14 @@ impl std::fmt::Display for Shape {
 pub(crate) struct AxisSet(u8);
 
 impl AxisSet {
+    pub(crate) fn of<const N: usize>(axes: [usize; N]) -> AxisSet {
+        let mut set = AxisSet::default();
+        axes.into_iter().for_each(|axis| {
+            set.insert(axis);
+        });
+        set
+    }
+
     pub(crate) fn insert(&mut self, axis: usize) -> bool {
         let is_new = !self.contains(axis);
         self.0 |= 1 << axis;

@@ -57,25 +57,25 @@ unsafe impl<T> Sync for Product<T> {}
 type Kernel<T> = unsafe fn(&Sliver<T>);
 
 /// What a kernel multiplies.
-struct Sliver<T> {
-    steps: usize,
+pub(super) struct Sliver<T> {
+    pub(super) steps: usize,
     /// Packed, a line of [`Tile::width`] elements for each step.
-    left: *const T,
+    pub(super) left: *const T,
     /// A line for each step, which may be packed or not.
-    right: *const T,
-    right_stride: usize,
-    to: *mut T,
-    to_stride: usize,
+    pub(super) right: *const T,
+    pub(super) right_stride: usize,
+    pub(super) to: *mut T,
+    pub(super) to_stride: usize,
     /// Whether it is added to what is there.
-    adds: bool,
+    pub(super) adds: bool,
 }
 
 /// Kernels, and the tile of the result that they keep in registers.
 #[derive(Clone, Copy)]
 pub(super) struct Tile<T: 'static> {
     /// Rows at most, which is also the width of a line of the packed left matrix.
-    width: usize,
-    columns: usize,
+    pub(super) width: usize,
+    pub(super) columns: usize,
     /// By the number of rows, from one on.
     kernels: &'static [Kernel<T>],
 }
@@ -93,10 +93,27 @@ pub(super) trait Multiply: Copy + Default + Send + Sync + 'static {
     ///
     /// There are `count` lines of `steps` elements, `stride` apart, and there is room for `width` lines.
     unsafe fn pack_lines(lines: *const Self, stride: isize, count: usize, steps: usize, width: usize, to: *mut Self);
+
+    /// Packs elements from anywhere: `to[step * width + line]` is what lies at `lines[line] + steps[step]`; lines that
+    /// are missing are zeros. May write as much as [`SLACK`] beyond.
+    ///
+    /// # Safety
+    ///
+    /// There are elements at all of these places, and there is room for `width` lines.
+    unsafe fn pack_gathered(from: *const Self, lines: &[i32], steps: &[i32], width: usize, to: *mut Self) {
+        for (n, step) in steps.iter().enumerate() {
+            let to = to.wrapping_add(n * width);
+            for line in 0..width {
+                let at = lines.get(line).map(|line| *line as isize + *step as isize);
+                // SAFETY: the caller's promise.
+                unsafe { to.add(line).write(at.map_or(Self::default(), |at| *from.offset(at))) };
+            }
+        }
+    }
 }
 
 /// Elements of room behind what is packed.
-const SLACK: usize = 16;
+pub(super) const SLACK: usize = 16;
 
 impl Multiply for f32 {
     fn tile() -> Tile<f32> {
@@ -131,6 +148,33 @@ impl Multiply for f32 {
         }
         // SAFETY: the caller's promise.
         unsafe { pack_plainly(lines, stride, count, steps, width, to) }
+    }
+
+    unsafe fn pack_gathered(from: *const f32, lines: &[i32], steps: &[i32], width: usize, to: *mut f32) {
+        let is_even = |places: &[i32], stride: i32| places.windows(2).all(|pair| pair[1] == pair[0] + stride);
+        // Whole lines are read along them.
+        if let [first, second, ..] = lines
+            && let Some(stride) = second.checked_sub(*first).filter(|stride| *stride != 1)
+            && is_even(steps, 1)
+            && is_even(lines, stride)
+        {
+            let start = from.wrapping_offset(*first as isize + steps[0] as isize);
+            // SAFETY: the caller's promise.
+            return unsafe { f32::pack_lines(start, stride as isize, lines.len(), steps.len(), width, to) };
+        }
+        #[cfg(target_arch = "x86_64")]
+        if std::is_x86_feature_detected!("avx512f") {
+            // SAFETY: the caller's promise, and the instructions are there.
+            return unsafe { x86::pack_gathered_avx512(from, lines, steps, width, to) };
+        }
+        for (n, step) in steps.iter().enumerate() {
+            let to = to.wrapping_add(n * width);
+            for line in 0..width {
+                let at = lines.get(line).map(|line| *line as isize + *step as isize);
+                // SAFETY: the caller's promise.
+                unsafe { to.add(line).write(at.map_or(0.0, |at| *from.offset(at))) };
+            }
+        }
     }
 }
 
@@ -289,6 +333,48 @@ mod x86 {
                     // SAFETY: there is room for the step, and a little behind it; what is written too much is
                     // overwritten by the next step, or nobody's.
                     unsafe { _mm512_storeu_ps(to, *column) };
+                }
+            }
+        }
+    }
+
+    /// Sixteen lines at a time, by loads where they lie together and by a gather where they do not.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn pack_gathered_avx512(
+        from: *const f32,
+        lines: &[i32],
+        steps: &[i32],
+        width: usize,
+        to: *mut f32,
+    ) {
+        for first in (0..width).step_by(16) {
+            let own = lines.get(first..).unwrap_or_default();
+            let own = &own[..own.len().min(16)];
+            let is_run = |places: &[i32]| places.windows(2).all(|pair| pair[1] == pair[0] + 1);
+            let mask: __mmask16 = if own.is_empty() { 0 } else { 0xffff >> (16 - own.len()) };
+            let mut places = [0_i32; 16];
+            places[..own.len()].copy_from_slice(own);
+            let start = |step: &i32, line: usize| from.wrapping_offset(places[line] as isize + *step as isize);
+            // SAFETY: the caller's promise; lines that are missing are not read, and what is written too much is
+            // overwritten by the next step, or nobody's.
+            unsafe {
+                let to = |n: usize| to.add(n * width + first);
+                if is_run(own) {
+                    for (n, step) in steps.iter().enumerate() {
+                        _mm512_storeu_ps(to(n), _mm512_maskz_loadu_ps(mask, start(step, 0)));
+                    }
+                } else if own.len() == 16 && is_run(&own[..8]) && is_run(&own[8..]) {
+                    for (n, step) in steps.iter().enumerate() {
+                        _mm256_storeu_ps(to(n), _mm256_loadu_ps(start(step, 0)));
+                        _mm256_storeu_ps(to(n).add(8), _mm256_loadu_ps(start(step, 8)));
+                    }
+                } else {
+                    let index = _mm512_loadu_si512(places.as_ptr().cast());
+                    let zero = _mm512_setzero_ps();
+                    for (n, step) in steps.iter().enumerate() {
+                        let base = from.wrapping_offset(*step as isize);
+                        _mm512_storeu_ps(to(n), _mm512_mask_i32gather_ps::<4>(zero, mask, index, base));
+                    }
                 }
             }
         }
@@ -491,7 +577,7 @@ unsafe fn pack<T: Multiply>(from: Matrix<T>, count: usize, width: usize, steps: 
 /// # Safety
 ///
 /// There are as many steps of both matrices as the sliver says, and the result has so many rows and columns there.
-unsafe fn tile_product<T: Multiply>(tile: &Tile<T>, sliver: &Sliver<T>, height: usize, width: usize) {
+pub(super) unsafe fn tile_product<T: Multiply>(tile: &Tile<T>, sliver: &Sliver<T>, height: usize, width: usize) {
     let kernel = tile.kernels[height - 1];
     // SAFETY: the caller's promise.
     unsafe {

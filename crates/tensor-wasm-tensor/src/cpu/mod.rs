@@ -1,11 +1,14 @@
 //! The CPU as a device: memory, threads, and kernels that run fused expressions tile by tile in the first-level cache.
 
 mod blas;
+mod contract;
 pub(crate) mod execute;
+mod fold;
 mod gemm;
 mod map;
 mod math;
 pub(crate) mod memory;
+pub(crate) mod single;
 mod special;
 mod threads;
 mod tile;

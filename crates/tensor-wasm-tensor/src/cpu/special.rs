@@ -4,8 +4,10 @@
 use half::{bf16, f16};
 
 use super::blas::{self, HasBlas};
+use super::contract::{self, Contraction};
 use super::execute::Buffers;
-use super::gemm::{Finish, Matrix, Product, multiply};
+use super::fold::fold;
+use super::gemm::{Finish, Matrix, Multiply, Product, multiply};
 use super::memory::CpuBuffer;
 use super::threads::parallel;
 use super::walk::{CHUNK, Walk};
@@ -13,7 +15,7 @@ use crate::dtype::{DType, Element};
 use crate::error::ErrorKind;
 use crate::graph::op::Op;
 use crate::schedule::plan::{Source, SpecialKernel};
-use crate::shape::{Layout, Shape};
+use crate::shape::{AxisSet, Layout, Shape};
 
 /// Calls a function with the type of elements.
 macro_rules! with_type {
@@ -50,32 +52,37 @@ pub(super) fn run(kernel: &SpecialKernel, buffers: &Buffers<'_>, finish: Option<
             DType::F64 => return fast_matmul::<f64>(&run, finish),
             _ => with_type!(dtype, matmul(&run)),
         },
+        Op::Contract { summed } => match dtype {
+            DType::F32 => return fast_contract::<f32>(&run, *summed),
+            DType::F64 => return fast_contract::<f64>(&run, *summed),
+            _ => with_type!(dtype, contract_plainly(&run, *summed)),
+        },
         Op::ArgReduce { axis, largest } => with_type!(dtype, arg_reduce(&run, *axis, *largest)),
         Op::Cumsum { axis, is_reverse } => with_type!(dtype, cumsum(&run, *axis, *is_reverse)),
         Op::ArgSort { axis, is_descending } => with_type!(dtype, arg_sort(&run, *axis, *is_descending)),
         Op::Gather { axis } => return with_type!(dtype, gather(&run, *axis)),
         Op::ScatterAdd { axis, size } => return with_type!(dtype, scatter_add(&run, *axis, *size)),
         Op::Place(corners) => with_type!(dtype, place(&run, corners)),
-        Op::Fold { axis, step, dilation, .. } => with_type!(dtype, fold(&run, *axis, *step, *dilation)),
+        Op::Fold { last, before } => with_type!(dtype, fold(&run, *last, *before)),
         op => return Err(ErrorKind::Bug { why: format!("{} is no kernel", op.name()) }),
     }
     Ok(())
 }
 
-struct Special<'r> {
-    inputs: Vec<Input<'r>>,
-    shape: Shape,
-    to: Output,
+pub(super) struct Special<'r> {
+    pub(super) inputs: Vec<Input<'r>>,
+    pub(super) shape: Shape,
+    pub(super) to: Output,
 }
 
-struct Input<'r> {
+pub(super) struct Input<'r> {
     buffer: &'r CpuBuffer,
-    layout: Layout,
+    pub(super) layout: Layout,
 }
 
 /// The result, of which each thread writes elements of its own.
 #[derive(Clone, Copy)]
-struct Output(*mut u8);
+pub(super) struct Output(pub(super) *mut u8);
 
 // SAFETY: as it says.
 unsafe impl Send for Output {}
@@ -89,7 +96,7 @@ impl Output {
     }
 
     /// Makes elements zero.
-    fn clear<T: Element>(self, at: usize, count: usize) {
+    pub(super) fn clear<T: Element>(self, at: usize, count: usize) {
         // SAFETY: as above; and every type's zero is zeros.
         unsafe { self.0.cast::<T>().add(at).write_bytes(0, count) };
     }
@@ -113,7 +120,7 @@ impl Output {
     }
 
     /// Adds to what was written before.
-    fn add<T: Number>(self, at: isize, step: isize, from: (&[T], isize, isize), count: usize) {
+    pub(super) fn add<T: Number>(self, at: isize, step: isize, from: (&[T], isize, isize), count: usize) {
         let (elements, first, from_step) = from;
         // SAFETY: callers stay inside of the result's shape.
         let to = unsafe { self.0.cast::<T>().offset(at) };
@@ -135,7 +142,7 @@ impl Output {
 }
 
 /// Elements that can be computed with here: in double precision, or as the widest integer.
-trait Number: Element + PartialOrd {
+pub(super) trait Number: Element + PartialOrd {
     fn plus(self, other: Self) -> Self;
     fn times_into(self, other: Self, sum: &mut f64, whole: &mut i64);
     fn of(sum: f64, whole: i64) -> Self;
@@ -175,13 +182,13 @@ macro_rules! numbers {
 numbers! { floats: f32 f64; halves: f16 bf16; integers: u8 i32 i64 }
 
 impl Input<'_> {
-    fn elements<T: Element>(&self) -> &[T] {
+    pub(super) fn elements<T: Element>(&self) -> &[T] {
         self.buffer.elements::<T>()
     }
 }
 
 /// The position of the element with a number, counted in row-major order.
-fn position(layout: &Layout, shape: &Shape, mut number: usize) -> usize {
+pub(super) fn position(layout: &Layout, shape: &Shape, mut number: usize) -> usize {
     let mut position = layout.offset;
     for axis in (0..shape.rank()).rev() {
         position += signed(number % shape[axis]) * layout.strides()[axis];
@@ -287,6 +294,37 @@ fn matmul<T: Number>(run: &Special<'_>) {
                 run.to.write((batch * m + row) * n + column, T::of(sum, whole));
             }
         }
+    });
+}
+
+fn fast_contract<T: Number + Multiply>(run: &Special<'_>, summed: AxisSet) -> Result<(), ErrorKind> {
+    let [a, b] = &run.inputs[..] else { return Ok(()) };
+    let contraction = Contraction::new(&a.layout, &b.layout, summed, &run.shape);
+    let [left, right] = contraction.order().map(|n| {
+        let input = &run.inputs[n];
+        input.elements::<T>().as_ptr().wrapping_offset(input.layout.offset)
+    });
+    // SAFETY: layouts were checked to stay inside of their buffers, and the result has room for its shape.
+    let done = unsafe { contract::contract(&contraction, left, right, run.to.0.cast::<T>()) }?;
+    if !done {
+        contract_plainly::<T>(run, summed);
+    }
+    Ok(())
+}
+
+fn contract_plainly<T: Number>(run: &Special<'_>, summed: AxisSet) {
+    let [a, b] = &run.inputs[..] else { return };
+    let contraction = Contraction::new(&a.layout, &b.layout, summed, &run.shape);
+    let [left, right] = contraction.order().map(|n| &run.inputs[n]);
+    let (left_elements, right_elements) = (left.elements::<T>(), right.elements::<T>());
+    contraction.each(&|places, steps| {
+        let (mut sum, mut whole) = (0.0, 0);
+        let (x, y) = (left.layout.offset + places.left, right.layout.offset + places.right);
+        for [left_step, right_step] in steps {
+            let (x, y) = ((x + left_step).unsigned_abs(), (y + right_step).unsigned_abs());
+            left_elements[x].times_into(right_elements[y], &mut sum, &mut whole);
+        }
+        run.to.write(places.to, T::of(sum, whole));
     });
 }
 
@@ -425,38 +463,4 @@ fn place<T: Number>(run: &Special<'_>, corners: &[[usize; crate::shape::RANK_MAX
             run.to.copy(to, to_step, (elements, from, from_step), count);
         });
     }
-}
-
-fn fold<T: Number>(run: &Special<'_>, axis: usize, step: usize, dilation: usize) {
-    let input = &run.inputs[0];
-    let (elements, shape) = (input.elements::<T>(), input.layout.shape);
-    let strides = run.shape.strides();
-    let window = shape.rank() - 1;
-    // What lies before the axis is folded apart from each other.
-    let apart = Shape::new(&shape[..axis]).unwrap_or(Shape::SCALAR);
-    let (count, own): (usize, usize) = (apart.numel(), run.shape[axis..].iter().product());
-    let along = |other: usize| {
-        let to = match other {
-            _ if other == window => strides[axis] * signed(dilation),
-            _ if other == axis => strides[axis] * signed(step),
-            _ => strides[other],
-        };
-        (shape[other], [to, input.layout.strides()[other]])
-    };
-    let mut inner: Vec<(usize, [isize; 2])> = (axis..shape.rank()).map(along).collect();
-    let inner_count: usize = inner.iter().map(|(size, _)| size).product();
-    // The longest as the rows: windows are short. By the shape alone, or the order of sums would depend on layouts.
-    inner.sort_by_key(|(size, _)| *size);
-    let walk = Walk::new([0, 0], inner.into_iter());
-    let ([to_step, from_step], rows) = (walk.steps(), if inner_count == 0 { 0 } else { walk.rows() });
-    let at_once = (CHUNK / inner_count.max(1)).max(1);
-    parallel(count.div_ceil(at_once), &|item| {
-        for n in item * at_once..((item + 1) * at_once).min(count) {
-            run.to.clear::<T>(n * own, own);
-            let start = [signed(n * own), signed(position(&input.layout, &apart, n))];
-            walk.from(start).each_row(0..rows, |[to, from]| {
-                run.to.add(to, to_step, (elements, from, from_step), walk.len());
-            });
-        }
-    });
 }

@@ -51,6 +51,8 @@ impl Class {
 pub(crate) enum TileOp {
     Unary(UnaryOp, Class),
     Binary(BinaryOp, Class),
+    /// The same with floats, of which one operand is a single element.
+    BinaryWith(BinaryOp, Class, Single),
     Where(Class),
     /// From one type to another, as they are computed.
     Cast(DType, DType),
@@ -67,6 +69,15 @@ pub(crate) enum TileOp {
     Repeat(Class),
     /// `n` elements as they are.
     Copy(Class),
+    /// The same past the caches. [`end_stream`] comes after the last.
+    Stream(Class),
+}
+
+/// Which operand is the same for all elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Single {
+    Left,
+    Right,
 }
 
 /// Where operands and the result of an operation are. Pointers that an operation does not use are dangling.
@@ -97,6 +108,12 @@ pub(crate) unsafe fn run(op: TileOp, args: &TileArgs) -> IsDefined {
 /// The instructions that [`run`] uses.
 pub(crate) fn instructions() -> &'static str {
     CHOSEN.1
+}
+
+/// Whether there are vectors of sixteen numbers.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn has_avx512() -> bool {
+    std::is_x86_feature_detected!("avx512f")
 }
 
 type Runner = unsafe fn(TileOp, &TileArgs) -> IsDefined;
@@ -159,6 +176,11 @@ unsafe fn run_any(op: TileOp, args: &TileArgs) -> IsDefined {
                 Class::I64 => return int_binary::<i64>(op, args),
                 Class::U8 => return int_binary::<u8>(op, args),
             },
+            TileOp::BinaryWith(op, class, single) => match class {
+                Class::F32 => float_binary_with::<f32>(op, single, args),
+                Class::F64 => float_binary_with::<f64>(op, single, args),
+                _ => debug_assert!(false, "single elements are for floats"),
+            },
             TileOp::Where(class) => match class.size() {
                 1 => choose_by::<u8>(args),
                 4 => choose_by::<u32>(args),
@@ -196,9 +218,40 @@ unsafe fn run_any(op: TileOp, args: &TileArgs) -> IsDefined {
                 _ => repeat::<u64>(args),
             },
             TileOp::Copy(class) => args.to.copy_from_nonoverlapping(args.a, args.n * class.size()),
+            TileOp::Stream(class) => stream(args.to, args.a, args.n * class.size()),
         }
     }
     true
+}
+
+/// Copies bytes past the caches, where whole lines are written.
+#[inline(always)]
+unsafe fn stream(to: *mut u8, from: *const u8, bytes: usize) {
+    let head = to.align_offset(64).min(bytes);
+    let lines = (bytes - head) / 64;
+    let tail = head + 64 * lines;
+    // SAFETY: the caller has so many bytes of both, and what is streamed is aligned.
+    unsafe {
+        to.copy_from_nonoverlapping(from, head);
+        #[cfg(target_arch = "x86_64")]
+        for quarter in 0..4 * lines {
+            use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
+            let at = head + 16 * quarter;
+            _mm_stream_si128(to.add(at).cast(), _mm_loadu_si128(from.add(at).cast()));
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        to.add(head).copy_from_nonoverlapping(from.add(head), 64 * lines);
+        to.add(tail).copy_from_nonoverlapping(from.add(tail), bytes - tail);
+    }
+}
+
+/// Has everything that was streamed seen by whoever is told later that it is there.
+pub(crate) fn end_stream() {
+    // SAFETY: every machine of this kind has it.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
 }
 
 /// Applies a function to arrays of elements, and to the rest one by one.
@@ -252,6 +305,23 @@ unsafe fn map2<A: Copy, D: Copy>(args: &TileArgs, f: impl Fn(A, A) -> D) {
     let (a, b) = unsafe { (elements::<A>(args.a, args.n), elements::<A>(args.b, args.n)) };
     for ((to, a), b) in to.iter_mut().zip(a).zip(b) {
         to.write(f(*a, *b));
+    }
+}
+
+#[inline(always)]
+unsafe fn map2_with<A: Copy, D: Copy>(args: &TileArgs, single: Single, f: impl Fn(A, A) -> D) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match single {
+            Single::Left => {
+                let a = args.a.cast::<A>().read();
+                map::<A, D>(&TileArgs { a: args.b, ..*args }, |b| f(a, b));
+            }
+            Single::Right => {
+                let b = args.b.cast::<A>().read();
+                map::<A, D>(args, |a| f(a, b));
+            }
+        }
     }
 }
 
@@ -496,6 +566,32 @@ unsafe fn float_binary<T: FloatNumber>(op: BinaryOp, args: &TileArgs) {
             BinaryOp::Le => map2::<T, u8>(args, |a, b| u8::from(a <= b)),
             // Not for numbers.
             BinaryOp::And | BinaryOp::Or => {}
+        }
+    }
+}
+
+/// Operations that take a single element as one operand.
+pub(crate) fn takes_single(op: BinaryOp, class: Class) -> bool {
+    let is_known = !matches!(op, BinaryOp::Rem | BinaryOp::Pow | BinaryOp::And | BinaryOp::Or);
+    is_known && matches!(class, Class::F32 | Class::F64)
+}
+
+#[inline(always)]
+unsafe fn float_binary_with<T: FloatNumber>(op: BinaryOp, single: Single, args: &TileArgs) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        match op {
+            BinaryOp::Add => map2_with::<T, T>(args, single, T::plus),
+            BinaryOp::Sub => map2_with::<T, T>(args, single, T::minus),
+            BinaryOp::Mul => map2_with::<T, T>(args, single, T::times),
+            BinaryOp::Div => map2_with::<T, T>(args, single, T::over),
+            BinaryOp::Max => map2_with::<T, T>(args, single, T::larger),
+            BinaryOp::Min => map2_with::<T, T>(args, single, T::smaller),
+            BinaryOp::Eq => map2_with::<T, u8>(args, single, |a, b| u8::from(a == b)),
+            BinaryOp::Lt => map2_with::<T, u8>(args, single, |a, b| u8::from(a < b)),
+            BinaryOp::Le => map2_with::<T, u8>(args, single, |a, b| u8::from(a <= b)),
+            // As `takes_single` says.
+            BinaryOp::Rem | BinaryOp::Pow | BinaryOp::And | BinaryOp::Or => {}
         }
     }
 }

@@ -59,6 +59,7 @@ impl<const N: usize> Walk<N> {
     }
 
     /// Calls with the positions of each row's first point.
+    #[inline(always)]
     pub(super) fn each_row(&self, rows: Range<usize>, mut work: impl FnMut([isize; N])) {
         let outer = self.rank - 1;
         let mut index = [0_usize; RANK_MAX];

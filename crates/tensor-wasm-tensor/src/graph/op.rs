@@ -35,6 +35,11 @@ pub(crate) enum Op {
     },
     /// Matrices in the last two axes; those before are the same.
     Matmul,
+    /// Sums over some axes of the products of two tensors of as many axes, each of size 1 along those that it does not
+    /// know. What is summed over stays with size 1. Convolutions, and their gradients.
+    Contract {
+        summed: AxisSet,
+    },
     /// Running sums along an axis.
     Cumsum {
         axis: usize,
@@ -56,14 +61,22 @@ pub(crate) enum Op {
     },
     /// Each input at a corner of its own in a tensor of zeros.
     Place(Arc<[[usize; RANK_MAX]]>),
-    /// The sum of all windows that an element was in: what [`Movement::Windows`] takes apart.
+    /// The sum of all windows that an element was in: what [`Movement::Windows`] takes apart. Windows of one axis are
+    /// the last axis, and those of another may be the one before.
     Fold {
-        axis: usize,
-        step: usize,
-        dilation: usize,
-        size: usize,
+        last: FoldedAxis,
+        before: Option<FoldedAxis>,
     },
     Failed(TensorError),
+}
+
+/// An axis that windows are put back into.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct FoldedAxis {
+    pub axis: usize,
+    pub step: usize,
+    pub dilation: usize,
+    pub size: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -256,6 +269,7 @@ impl Op {
             Op::ArgReduce { largest: true, .. } => "argmax",
             Op::ArgReduce { largest: false, .. } => "argmin",
             Op::Matmul => "matmul",
+            Op::Contract { .. } => "contract",
             Op::Cumsum { .. } => "cumsum",
             Op::ArgSort { .. } => "argsort",
             Op::Gather { .. } => "gather",

@@ -108,7 +108,15 @@ fn kernel(step: &Step, plan: &Plan) -> ExplainedKernel {
             let read_after: usize = after.map_or(0, |map| map.loads.iter().filter(own).map(touched).sum());
             let inner = special.inputs.first().map_or(0, |view| view.layout.shape.last().copied().unwrap_or(0));
             let (count, inner) = (special.shape.numel() as u64, inner as u64);
-            let own_flops = if matches!(special.op, Op::Matmul) { 2 * count * inner } else { 0 };
+            let own_flops = match special.op {
+                Op::Matmul => 2 * count * inner,
+                Op::Contract { .. } => {
+                    let both = special.inputs.iter().map(|view| view.layout.shape);
+                    let both = both.reduce(|a, b| a.broadcast(&b).unwrap_or(a));
+                    2 * both.map_or(0, |shape| shape.numel() as u64)
+                }
+                _ => 0,
+            };
             ExplainedKernel {
                 kind: special.op.name(),
                 shape: special.shape.to_vec(),

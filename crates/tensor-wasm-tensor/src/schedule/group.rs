@@ -4,7 +4,10 @@
 use std::collections::HashMap;
 
 use super::Mode;
-use super::plan::{BufferView, Level, MapKernel, MapValue, Plan, Slot, Source, SpecialKernel, Step, ValueKind, rows};
+use super::plan::{
+    BufferView, Level, MapKernel, MapValue, Plan, Slot, Source, SpecialKernel, Step, ValueKind, has_planes,
+    is_trailing, rows,
+};
 use super::snapshot::Snapshot;
 use crate::graph::op::{BinaryOp, Op};
 use crate::shape::{AxisSet, Layout, Shape};
@@ -50,6 +53,7 @@ pub(super) enum WhyNot {
     LongRows,
     OtherRows,
     Waits,
+    Left,
 }
 
 impl WhyNot {
@@ -63,6 +67,7 @@ impl WhyNot {
             WhyNot::LongRows => "rows are too long to be kept until they are reduced",
             WhyNot::OtherRows => "the kernel of its input reduces along other axes",
             WhyNot::Waits => "it needs something that waits for its input's kernel",
+            WhyNot::Left => "its input's kernel made what a product reads, and is not held up for what comes later",
         }
     }
 }
@@ -75,6 +80,9 @@ struct Group {
     before: Vec<u64>,
     /// It is a part of that group now.
     merged: Option<usize>,
+    /// Whether an operation that is a kernel by itself comes after it. What is made later than that (going backwards,
+    /// above all) would only have it store more, for a kernel that can read the same inputs again.
+    is_left: bool,
 }
 
 enum GroupKind {
@@ -106,11 +114,11 @@ fn unite(set: &mut Vec<u64>, other: &[u64]) {
     set.iter_mut().zip(other).for_each(|(own, other)| *own |= other);
 }
 
-/// Whether rows are contiguous parts of the space, and small enough to be computed at once.
+/// Whether rows are small enough to be computed at once.
 fn has_short_rows(space: Shape, reduced: AxisSet) -> bool {
     let first = (0..space.rank()).find(|axis| reduced.contains(*axis)).unwrap_or(space.rank());
-    let is_trailing = (first..space.rank()).all(|axis| reduced.contains(axis) || space[axis] == 1);
-    is_trailing && space[first..].iter().product::<usize>() <= ROW_MAX
+    let is_short = space[first..].iter().product::<usize>() <= ROW_MAX;
+    is_trailing(space, reduced) && is_short || has_planes(space, reduced)
 }
 
 impl<'s> Grouping<'s> {
@@ -171,12 +179,14 @@ impl<'s> Grouping<'s> {
             }
             _ => {
                 let kind = GroupKind::Special(node);
-                self.groups.push(Group { kind, began: None, before: Vec::new(), merged: None });
+                self.groups.push(Group { kind, began: None, before: Vec::new(), merged: None, is_left: false });
                 let group = self.groups.len() - 1;
                 for input in inputs.clone() {
                     let base = self.make_readable(input);
                     self.depend(group, base);
                 }
+                let before = self.groups[group].before.clone();
+                (0..group).filter(|other| is_in(&before, *other)).for_each(|other| self.groups[other].is_left = true);
                 Place::In(group, Level::Full)
             }
         }
@@ -184,7 +194,7 @@ impl<'s> Grouping<'s> {
 
     fn begin(&mut self, space: Shape, reduced: AxisSet, began: Option<(usize, WhyNot)>) -> usize {
         let kind = GroupKind::Map { space, reduced, members: Vec::new() };
-        self.groups.push(Group { kind, began, before: Vec::new(), merged: None });
+        self.groups.push(Group { kind, began, before: Vec::new(), merged: None, is_left: false });
         self.groups.len() - 1
     }
 
@@ -309,6 +319,7 @@ impl<'s> Grouping<'s> {
                 Some((group, _)) if matches!(self.groups[group].kind, GroupKind::Special(_)) => {
                     why = Some(WhyNot::Alone);
                 }
+                Some((group, _)) if self.groups[group].is_left => why = Some(WhyNot::Left),
                 Some((group, _)) if !candidates.contains(&group) => candidates.push(group),
                 _ => {}
             }
@@ -354,6 +365,7 @@ impl<'s> Grouping<'s> {
         members.sort_unstable();
         self.groups[a].kind = GroupKind::Map { space, reduced, members };
         self.groups[b].merged = Some(a);
+        self.groups[a].is_left |= self.groups[b].is_left;
         let before = std::mem::take(&mut self.groups[b].before);
         unite(&mut self.groups[a].before, &before);
         // Who came after the one comes after both.

@@ -18,8 +18,10 @@ use self::group::Grouping;
 use self::plan::Plan;
 use self::snapshot::Snapshot;
 use crate::cpu;
+use crate::cpu::single::{self, Single};
 use crate::error::TensorError;
-use crate::graph::Node;
+use crate::graph::op::Op;
+use crate::graph::{Node, Recipe, Value};
 
 /// Plans that are kept, those that were used last first.
 const PLANS_MAX: usize = 256;
@@ -55,6 +57,12 @@ pub enum Mode {
 
 /// Computes nodes, all of them in one plan.
 pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError> {
+    if let ([node], Mode::Fused) = (nodes, mode)
+        && let Some(value) = single(node)
+    {
+        node.realize(value);
+        return Ok(());
+    }
     let snapshot = Snapshot::take(nodes)?;
     if snapshot.outputs.is_empty() {
         return Ok(());
@@ -69,6 +77,31 @@ pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError
         snapshot.nodes[*output].node.realize(value);
     }
     Ok(())
+}
+
+/// What a node is that makes one number from numbers that are there.
+fn single(node: &Node) -> Option<Value> {
+    if node.shape.numel() != 1 {
+        return None;
+    }
+    let state = node.state.lock();
+    let Recipe { op, inputs } = state.recipe.as_ref().filter(|_| state.value.is_none())?;
+    let of = inputs.first()?.dtype;
+    let operand = |input: &Arc<Node>| {
+        let state = input.state.lock();
+        match (&state.value, &state.recipe) {
+            (Some(value), _) => Some(Single::Value(value.clone())),
+            (None, Some(Recipe { op: Op::Fill(scalar), .. })) => Some(Single::Scalar(*scalar)),
+            _ => None,
+        }
+    };
+    match &inputs[..] {
+        [a] if matches!(op, Op::Unary(_)) => single::compute(op, of, node.dtype, node.shape, &[operand(a)?]),
+        [a, b] if matches!(op, Op::Binary(_)) => {
+            single::compute(op, of, node.dtype, node.shape, &[operand(a)?, operand(b)?])
+        }
+        _ => None,
+    }
 }
 
 fn key(snapshot: &Snapshot, mode: Mode) -> Vec<u64> {

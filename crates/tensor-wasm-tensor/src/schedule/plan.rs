@@ -243,6 +243,23 @@ impl MapKernel {
     }
 }
 
+/// Elements of a row whose elements lie apart, if it is computed at once.
+const PLANES_MAX: usize = 64;
+
+/// Whether the elements of each row lie together.
+pub(crate) fn is_trailing(space: Shape, reduced: AxisSet) -> bool {
+    let first = (0..space.rank()).find(|axis| reduced.contains(*axis)).unwrap_or(space.rank());
+    (first..space.rank()).all(|axis| reduced.contains(axis) || space[axis] == 1)
+}
+
+/// Whether rows are short though their elements lie apart: then many are computed side by side, the first elements of
+/// all of them, then the second ones. The windows of a pool are such rows.
+pub(crate) fn has_planes(space: Shape, reduced: AxisSet) -> bool {
+    let axes = (0..space.rank()).filter(|axis| reduced.contains(*axis));
+    let count: usize = axes.map(|axis| space[axis]).product();
+    !is_trailing(space, reduced) && (1..=PLANES_MAX).contains(&count)
+}
+
 pub(crate) fn rows(space: Shape, reduced: AxisSet) -> Shape {
     (0..space.rank()).filter(|axis| reduced.contains(*axis)).fold(space, |shape, axis| shape.with(axis, 1))
 }

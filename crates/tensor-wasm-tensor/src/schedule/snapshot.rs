@@ -5,7 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
 use crate::error::{ErrorKind, TensorError};
-use crate::graph::op::{Movement, Op};
+use crate::graph::op::{FoldedAxis, Movement, Op};
 use crate::graph::{Node, Value};
 use crate::shape::{Layout, Shape};
 
@@ -134,17 +134,23 @@ fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: 
         Op::ScatterAdd { axis, size } => (19, [*axis as u64, *size as u64, 0, 0, 0]),
         // Its corners follow, one for each input.
         Op::Place(_) => (20, [0; 5]),
-        Op::Fold { axis, step, dilation, size } => {
-            (21, [*axis as u64, *step as u64, *dilation as u64, *size as u64, 0])
-        }
+        // Its axes follow.
+        Op::Fold { before, .. } => (21, [u64::from(before.is_some()), 0, 0, 0, 0]),
         Op::Failed(_) => (22, [0; 5]),
+        Op::Contract { summed } => (23, [summed.bits(), 0, 0, 0, 0]),
     };
     let flags = u64::from(is_output) << 16 | (node.dtype as u64) << 8 | code;
     key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);
     key.extend(details);
     key.extend(inputs.iter().map(|input| *input as u64));
-    if let Op::Place(corners) = op {
-        key.extend(corners.iter().flatten().map(|at| *at as u64));
+    match op {
+        Op::Place(corners) => key.extend(corners.iter().flatten().map(|at| *at as u64)),
+        Op::Fold { last, before } => {
+            for FoldedAxis { axis, step, dilation, size } in [Some(last), before.as_ref()].into_iter().flatten() {
+                key.extend([axis, step, dilation, size].map(|number| *number as u64));
+            }
+        }
+        _ => {}
     }
     write_shape(key, &node.shape);
     if let Some(Value { layout, .. }) = value {

@@ -160,11 +160,12 @@ impl Tensor {
     #[track_caller]
     pub fn item<T: Element>(&self) -> Result<T> {
         let at = Location::caller();
-        let elements = self.to_vec::<T>()?;
-        match elements[..] {
-            [one] => Ok(one),
-            _ => Err(TensorError::new("item", ErrorKind::NotScalar { shape: self.shape().to_vec() }, at)),
+        let not_one = || TensorError::new("item", ErrorKind::NotScalar { shape: self.shape().to_vec() }, at);
+        self.check()?;
+        if self.numel() != 1 {
+            return Err(not_one());
         }
+        self.to_vec::<T>()?.first().copied().ok_or_else(not_one)
     }
 }
 

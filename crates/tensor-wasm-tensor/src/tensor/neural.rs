@@ -6,8 +6,11 @@ use std::panic::Location;
 use super::{Caller, Tensor};
 use crate::dtype::DType;
 use crate::error::{ErrorKind, TensorError};
-use crate::graph::op::{Movement, Op, ReduceOp};
+use crate::graph::op::{FoldedAxis, Movement, ReduceOp};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
+
+/// Rows and columns of windows that do not overlap and are computed side by side.
+const POOL_MAX: usize = 8;
 
 /// How a window moves over one axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,11 +100,7 @@ impl Tensor {
     /// The sum of windows, which are the last axis, at their places along an axis of `size`.
     fn fold(&self, axis: usize, size: usize, window: Window, at: Caller) -> Tensor {
         let Window { stride, dilation, .. } = window;
-        let mut sizes = self.shape().to_vec();
-        sizes.pop();
-        sizes[axis] = size;
-        let shape = Shape::new(&sizes).unwrap_or(Shape::SCALAR);
-        Tensor::make(Op::Fold { axis, step: stride, dilation, size }, &[self], shape, self.dtype(), at)
+        self.folded(FoldedAxis { axis, step: stride, dilation, size }, at)
     }
 
     /// A number on each side of the last two axes.
@@ -161,18 +160,37 @@ impl Tensor {
             let what = ErrorKind::WrongShape { found: filters.shape().to_vec(), expected };
             return Err(TensorError::new(operation, what, at));
         }
+        filters.same_numbers(self, operation, at)?;
+        if matches!(self.dtype(), DType::F16 | DType::BF16) {
+            // In single precision, and rounded once.
+            let wide = self.cast_to(DType::F32, at);
+            let result = wide.convolution(&filters.cast_to(DType::F32, at), options, operation, at)?;
+            return Ok(result.cast_to(self.dtype(), at));
+        }
         let padded = self.padded(0.0, (rows.padding, columns.padding), operation, at)?;
         let windows = padded.windows(2, height, rows, operation, at)?.windows(3, width, columns, operation, at)?;
         let (high, wide) = (windows.shape()[2], windows.shape()[3]);
-        // Every window as a column of a matrix: filters times windows.
-        let order = shape_of(&[batch, channels, height, width, high, wide], operation, at)?;
-        let patches = windows.moved(Movement::Permute([0, 1, 4, 5, 2, 3, 0, 0]), order, at);
-        let patches =
-            patches.reshape_to(shape_of(&[batch, groups, depth * height * width, high * wide], operation, at)?, at);
-        let matrix = shape_of(&[1, groups, count / groups, depth * height * width], operation, at)?;
-        let product = filters.reshape_to(matrix, at).matrix_product(&patches, at);
+        let of = |sizes: &[usize]| shape_of(sizes, operation, at);
+        let order = of(&[batch, channels, height, width, high, wide])?;
+        let windows = windows.moved(Movement::Permute([0, 1, 4, 5, 2, 3, 0, 0]), order, at);
+        let windows = windows.reshape_to(of(&[batch, groups, depth, height, width, 1, high, wide])?, at);
+        let matrix = filters.reshape_to(of(&[groups, count / groups, depth * height * width])?, at).t();
+        let matrix = matrix.reshape_to(of(&[1, groups, depth, height, width, count / groups, 1, 1])?, at);
+        let product = matrix.contract(&windows, AxisSet::of([2, 3, 4]), at);
         product.check()?;
-        Ok(product.reshape_to(shape_of(&[batch, count, high, wide], operation, at)?, at))
+        Ok(product.reshape_to(of(&[batch, count, high, wide])?, at))
+    }
+
+    /// Whether it can be multiplied with another.
+    fn same_numbers(&self, other: &Tensor, operation: &'static str, at: Caller) -> Result<(), TensorError> {
+        let (left, right) = (other.dtype(), self.dtype());
+        if left != right {
+            return Err(TensorError::new(operation, ErrorKind::MixedDTypes { left, right }, at));
+        }
+        if left == DType::Bool {
+            return Err(TensorError::new(operation, ErrorKind::WrongDType { found: left, takes: "numbers" }, at));
+        }
+        Ok(())
     }
 
     /// A convolution of sequences `[batch, channels, length]` with filters `[filters, channels / groups, length]`.
@@ -217,11 +235,13 @@ impl Tensor {
                 let what = ErrorKind::WrongShape { found: filters.shape().to_vec(), expected };
                 return Err(TensorError::new(operation, what, at));
             };
+            filters.same_numbers(self, operation, at)?;
             let of = |sizes: &[usize]| shape_of(sizes, operation, at);
             let each = channels / groups;
-            let images = self.reshape_to(of(&[batch, groups, each, high * wide])?, at);
-            let matrix = filters.reshape_to(of(&[1, groups, each, depth * height * width])?, at).t();
-            let patches = matrix.matrix_product(&images, at);
+            let images = self.reshape_to(of(&[batch, groups, 1, 1, 1, each, high, wide])?, at);
+            let matrix = filters.reshape_to(of(&[groups, each, depth * height * width])?, at).t();
+            let matrix = matrix.reshape_to(of(&[1, groups, depth, height, width, each, 1, 1])?, at);
+            let patches = matrix.contract(&images, AxisSet::of([5]), at);
             patches.check()?;
             let patches = patches.reshape_to(of(&[batch, groups * depth, height, width, high, wide])?, at);
             let order = of(&[batch, groups * depth, high, wide, height, width])?;
@@ -245,10 +265,17 @@ impl Tensor {
             self.sizes::<4>(operation, "[batch, channels, rows, columns]", at)?;
             let padded = self.padded(value, (window.padding, window.padding), operation, at)?;
             let windows = padded.windows(2, size, window, operation, at)?.windows(3, size, window, operation, at)?;
-            let mut last = AxisSet::default();
-            last.insert(4);
-            last.insert(5);
-            Ok(windows.reduce(op, last, at).drop_axes(last, false, at))
+            if window.stride != size || window.dilation != 1 || size > POOL_MAX {
+                let last = AxisSet::of([4, 5]);
+                return Ok(windows.reduce(op, last, at).drop_axes(last, false, at));
+            }
+            // Windows that do not overlap are the same elements under other indices, and so are their gradients.
+            let (high, wide) = (windows.shape()[2], windows.shape()[3]);
+            let covered = padded.narrow(2, 0, high * size).narrow(3, 0, wide * size);
+            let [batch, channels, ..] = padded.sizes::<4>(operation, "[batch, channels, rows, columns]", at)?;
+            let apart = shape_of(&[batch, channels, high, size, wide, size], operation, at)?;
+            let within = AxisSet::of([3, 5]);
+            Ok(covered.reshape_to(apart, at).reduce(op, within, at).drop_axes(within, false, at))
         };
         made().unwrap_or_else(Tensor::holding)
     }
@@ -556,5 +583,52 @@ mod tests {
         let target = Tensor::from_slice(&[1.0_f64, 0.0], &[2]);
         assert_eq!(sure.binary_cross_entropy(&target).item::<f64>().unwrap(), 0.0);
         assert_eq!(sure.mse_loss(&sure).item::<f64>().unwrap(), 0.0);
+    }
+
+    #[test]
+    fn single_precision_computes_what_double_precision_does() {
+        // Kernels are others: vectors of sixteen, pairs, windows that are folded in registers.
+        let mut seed = 1;
+        let mut random = |sizes: &[usize]| {
+            seed += 1;
+            Tensor::normal(sizes, seed, DType::F64)
+        };
+        let window = |stride, padding, dilation| Window { stride, padding, dilation };
+        for (size, filter, rows, columns, pool) in [
+            ([3, 2, 9, 40], [4, 2, 3, 5], window(1, 0, 1), window(1, 0, 1), window(2, 0, 1)),
+            ([2, 3, 20, 21], [5, 3, 2, 3], window(2, 1, 1), window(1, 2, 2), window(2, 0, 1)),
+            ([1, 1, 36, 70], [2, 1, 1, 7], window(1, 0, 1), window(1, 3, 1), window(2, 1, 1)),
+            ([2, 2, 12, 13], [3, 2, 3, 3], window(1, 2, 3), window(2, 1, 1), window(3, 1, 1)),
+        ] {
+            let (images, filters) = (random(&size), random(&filter));
+            let of = |dtype: DType| {
+                let both = [images.cast(dtype).with_grad(), filters.cast(dtype).with_grad()];
+                let maps = both[0].conv2d(&both[1], Convolution { rows, columns, groups: 1 });
+                let pooled = maps.relu().max_pool2d(pool.stride, pool) + maps.avg_pool2d(pool.stride, pool);
+                let gradients = crate::autograd::grad(&pooled.square().sum(()), &[&both[0], &both[1]]).unwrap();
+                [pooled, gradients[0].clone(), gradients[1].clone()].map(|tensor| tensor.to_f64().unwrap())
+            };
+            for (single, double) in of(DType::F32).iter().zip(&of(DType::F64)) {
+                let scale = double.iter().fold(1.0_f64, |most, x| most.max(x.abs()));
+                let error = single.iter().zip(double).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                assert!(
+                    single.len() == double.len() && error < 2e-5 * scale,
+                    "{size:?} {filter:?}: {error} of {scale}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn large_results_are_whole_though_written_past_the_caches() {
+        for (rows, columns) in [(2049, 2051), (4_300_000, 1), (4200, 1000)] {
+            let (a, b) =
+                (Tensor::uniform(&[rows, columns], 1, DType::F32), Tensor::uniform(&[1, columns], 2, DType::F32));
+            Tensor::realize_all(&[&a, &b]).unwrap();
+            let found = (&a * 2.0 + &b).to_vec::<f32>().unwrap();
+            let (a, b) = (a.to_vec::<f32>().unwrap(), b.to_vec::<f32>().unwrap());
+            let expected = |n: usize| a[n] * 2.0 + b[n % columns];
+            assert_eq!((0..found.len()).find(|n| found[*n] != expected(*n)), None, "{rows} {columns}");
+        }
     }
 }

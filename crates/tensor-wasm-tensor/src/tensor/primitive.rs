@@ -7,8 +7,8 @@ use super::{Caller, Tensor};
 use crate::autograd;
 use crate::dtype::{DType, Scalar};
 use crate::error::{ErrorKind, TensorError};
-use crate::graph::Node;
-use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
+use crate::graph::op::{BinaryOp, FoldedAxis, Movement, Op, ReduceOp, UnaryOp};
+use crate::graph::{Node, Recipe};
 use crate::schedule::{self, Mode};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
@@ -190,10 +190,63 @@ impl Tensor {
                 Shape::new(&sizes).ok_or_else(|| error(ErrorKind::TooLarge { shape: sizes }))
             };
             let (m, k, n) = (left[left.rank() - 2], left[left.rank() - 1], right[right.rank() - 1]);
+            if matches!(self.dtype(), DType::F16 | DType::BF16) {
+                // In single precision, and rounded once.
+                let wide = self.cast_to(DType::F32, at).matrix_product(&other.cast_to(DType::F32, at), at);
+                return Ok(wide.cast_to(self.dtype(), at));
+            }
+            if left.rank() > 2 && right.rank() == 2 {
+                // One product of many rows, and its gradient one of many steps.
+                let rows = Shape::new(&[both.numel() * m, k]).unwrap_or(Shape::SCALAR);
+                return Ok(self.reshape_to(rows, at).matrix_product(other, at).reshape_to(join(m, n)?, at));
+            }
             let (a, b) = (self.expand_to(join(m, k)?, at), other.expand_to(join(k, n)?, at));
             Ok(Tensor::make(Op::Matmul, &[&a, &b], join(m, n)?, self.dtype(), at))
         };
         made().unwrap_or_else(Tensor::holding)
+    }
+
+    /// Sums over axes of products with a tensor of as many axes; each has size 1 along those that it does not know. The
+    /// caller has checked that.
+    pub(crate) fn contract(&self, other: &Tensor, summed: AxisSet, at: Caller) -> Tensor {
+        for tensor in [self, other] {
+            if let Err(error) = tensor.check() {
+                return Tensor::holding(error);
+            }
+        }
+        let Some(both) = self.shape().broadcast(&other.shape()) else {
+            let (left, right) = (self.shape().to_vec(), other.shape().to_vec());
+            return Tensor::failed("contract", ErrorKind::NoBroadcast { left, right }, at);
+        };
+        let axes = (0..both.rank()).filter(|axis| summed.contains(*axis));
+        let shape = axes.fold(both, |shape, axis| shape.with(axis, 1));
+        Tensor::make(Op::Contract { summed }, &[self, other], shape, self.dtype(), at)
+    }
+
+    /// Puts windows, which are the last axis, back into the axis they are from. One after another, that is one
+    /// operation.
+    pub(crate) fn folded(&self, axis: FoldedAxis, at: Caller) -> Tensor {
+        if let Err(error) = self.check() {
+            return Tensor::holding(error);
+        }
+        let shape = Shape::new(&self.shape()[..self.rank() - 1]).unwrap_or(Shape::SCALAR).with(axis.axis, axis.size);
+        let state = self.node.state.lock();
+        let inner = match (&state.value, &state.recipe) {
+            (None, Some(Recipe { op: Op::Fold { last, before: None }, inputs })) => {
+                inputs.first().map(|input| (*last, Tensor { node: input.clone() }))
+            }
+            _ => None,
+        };
+        drop(state);
+        // Unless it is the same axis again, or windows of windows.
+        let is_apart = |last: &FoldedAxis| last.axis != axis.axis && last.axis < shape.rank();
+        match inner.filter(|(last, _)| is_apart(last)) {
+            Some((last, input)) => {
+                let op = Op::Fold { last, before: Some(axis) };
+                Tensor::make(op, &[&input], shape, self.dtype(), at)
+            }
+            None => Tensor::make(Op::Fold { last: axis, before: None }, &[self], shape, self.dtype(), at),
+        }
     }
 
     /// Each at a corner of its own in zeros of that shape.

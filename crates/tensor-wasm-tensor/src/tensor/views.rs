@@ -236,7 +236,6 @@ impl Tensor {
         made().unwrap_or_else(Tensor::holding)
     }
 
-    /// `len` elements along an axis from `start` on.
     /// The elements at one index of an axis, which is gone then.
     #[track_caller]
     pub fn select(&self, axis: isize, index: isize) -> Tensor {
@@ -256,6 +255,7 @@ impl Tensor {
         made().unwrap_or_else(Tensor::holding)
     }
 
+    /// `len` elements along an axis from `start` on.
     #[track_caller]
     pub fn narrow(&self, axis: isize, start: usize, len: usize) -> Tensor {
         let at = Location::caller();
@@ -265,6 +265,10 @@ impl Tensor {
             if start.checked_add(len).is_none_or(|end| end > size) {
                 let why = format!("{len} elements from {start} on, along an axis of {size}");
                 return Err(TensorError::new("narrow", ErrorKind::BadArgument { why }, at));
+            }
+            // All of them: not even a view.
+            if len == size {
+                return Ok(self.clone());
             }
             Ok(self.moved(Movement::Slice { axis, start, step: 1 }, self.shape().with(axis, len), at))
         };

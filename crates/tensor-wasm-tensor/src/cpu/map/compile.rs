@@ -1,11 +1,13 @@
 //! From a kernel to a program: where every value is, and in which order it gets there.
 
-use super::super::tile::{Class, TileOp};
+use super::super::tile::{self, Class, Single, TileOp};
 use super::{
-    Accumulate, Instruction, InstructionKind, Load, MapProgram, Register, Source, Strategy, Strides, TILE_MAX,
+    Accumulate, Instruction, InstructionKind, Load, MapProgram, Register, STREAM_BYTES_MIN, Source, Strategy, Strides,
+    TILE_MAX,
 };
 use crate::dtype::DType;
-use crate::schedule::plan::{BufferView, Level, MapKernel, ValueKind};
+use crate::schedule::plan::{BufferView, Level, MapKernel, ValueKind, has_planes, is_trailing};
+use crate::shape::Layout;
 
 /// Elements from which on it matters how a matrix is walked through.
 const BLOCKS_MIN: usize = 4096;
@@ -16,6 +18,7 @@ pub(super) struct Compile<'k> {
     strategy: Strategy,
     loads: Vec<Load>,
     instructions: Vec<Instruction>,
+    singles: Vec<(usize, DType)>,
     constants: Vec<(Register, usize, DType)>,
     registers: Vec<usize>,
     row_registers: usize,
@@ -41,16 +44,23 @@ impl<'k> Compile<'k> {
                 level_of[load] = value.level;
             }
         });
+        let strategy = Compile::strategy(kernel);
+        let has_planes = matches!(strategy, Strategy::Planes { .. });
         let load = |(n, view): (usize, &BufferView)| {
-            let shape = if level_of[n] == Level::Full { kernel.space } else { kernel.rows() };
-            let is_direct = view.layout.has_strides(&shape.strides());
-            Load { strides: Strides::of(&view.layout), is_direct, bytes: view.dtype.size() }
+            let is_full = level_of[n] == Level::Full;
+            let shape = if is_full { kernel.space } else { kernel.rows() };
+            let in_planes = has_planes && is_full;
+            let is_direct = view.layout.has_strides(&shape.strides()) && !in_planes;
+            let strides =
+                if in_planes { Strides::planes(&view.layout, kernel.reduced) } else { Strides::of(&view.layout) };
+            Load { strides, is_direct, bytes: view.dtype.size() }
         };
         Compile {
             kernel,
-            strategy: Compile::strategy(kernel),
+            strategy,
             loads: kernel.loads.iter().enumerate().map(load).collect(),
             instructions: Vec::new(),
+            singles: Vec::new(),
             constants: Vec::new(),
             registers: Vec::new(),
             row_registers: 0,
@@ -83,13 +93,15 @@ impl<'k> Compile<'k> {
         let reduces = |n: &usize| matches!(kernel.values[*n].kind, ValueKind::Reduce(..));
         let (rows, count) = (kernel.rows().numel(), space.numel());
         let inner = count.checked_div(rows).unwrap_or(0);
-        let is_trailing = {
-            let first = (0..space.rank()).find(|axis| kernel.reduced.contains(*axis)).unwrap_or(space.rank());
-            (first..space.rank()).all(|axis| kernel.reduced.contains(axis) || space[axis] == 1)
-        };
         let is_chained = (0..kernel.values.len()).filter(reduces).any(is_used);
-        if is_trailing && (is_chained || inner <= TILE_MAX) {
+        if is_trailing(space, kernel.reduced) && (is_chained || inner <= TILE_MAX) {
             return Strategy::Rows { rows, inner };
+        }
+        // Results that lie together are quicker added up row by row.
+        let is_inner_reduced =
+            (0..space.rank()).rfind(|axis| space[*axis] != 1).is_some_and(|axis| kernel.reduced.contains(axis));
+        if has_planes(space, kernel.reduced) && (is_chained || is_inner_reduced) {
+            return Strategy::Planes { rows, inner };
         }
         // Axes next to each other that have the same fate are one.
         let mut axes: Vec<(bool, usize)> = Vec::new();
@@ -154,7 +166,31 @@ impl<'k> Compile<'k> {
         let store = self.kernel.stores.iter().position(|(stored, _)| *stored == value)?;
         // Where it takes the place of an operand, that may still be read: it is copied at the end.
         let is_in_place = self.kernel.in_place.get(store).copied().flatten().is_some();
-        (!is_half && !is_in_place).then_some(store)
+        let is_apart = self.has_planes() && self.kernel.values[value].level == Level::Full;
+        (!is_half && !is_in_place && !is_apart && !self.is_streamed(store)).then_some(store)
+    }
+
+    /// Whether a result is written past the caches. One that takes the place of an operand is there already.
+    fn is_streamed(&self, store: usize) -> bool {
+        let (value, _) = self.kernel.stores[store];
+        let is_in_place = self.kernel.in_place.get(store).copied().flatten().is_some();
+        let bytes = self.kernel.space.numel().saturating_mul(self.kernel.values[value].dtype.size());
+        let is_full = self.kernel.values[value].level == Level::Full;
+        let is_half = matches!(self.kernel.values[value].dtype, DType::F16 | DType::BF16);
+        bytes >= STREAM_BYTES_MIN && is_full && !is_in_place && !is_half && !self.has_planes()
+    }
+
+    fn has_planes(&self) -> bool {
+        matches!(self.strategy, Strategy::Planes { .. })
+    }
+
+    /// Where elements of a level lie.
+    fn strides(&self, layout: &Layout, level: Level) -> Strides {
+        if self.has_planes() && level == Level::Full {
+            Strides::planes(layout, self.kernel.reduced)
+        } else {
+            Strides::of(layout)
+        }
     }
 
     fn push(&mut self, kind: InstructionKind, level: Level, to: Source) {
@@ -165,14 +201,23 @@ impl<'k> Compile<'k> {
     fn operand(&mut self, value: usize, level: Level) -> Source {
         let own = self.kernel.values[value].level;
         let at = self.at[value].unwrap_or(Source::Register(0));
-        let is_constant = matches!(self.kernel.values[value].kind, ValueKind::Fill(_));
-        if own == level || level == Level::Row || is_constant {
+        let is_single = matches!(at, Source::Single(_));
+        if !is_single && (own == level || level == Level::Row) {
             return at;
         }
         if let Some(repeated) = self.repeated[value] {
             return repeated;
         }
         let class = self.class(value);
+        if let Source::Single(single) = at {
+            // Never freed, so that it stays what it was before the first tile.
+            self.registers.push(class.size());
+            let register = self.registers.len() - 1;
+            let (parameter, dtype) = self.singles[single];
+            self.constants.push((register, parameter, dtype));
+            self.repeated[value] = Some(Source::Register(register));
+            return Source::Register(register);
+        }
         let to = self.register(Level::Full, class.size());
         self.push(InstructionKind::Repeat(class, at), Level::Full, to);
         self.repeated[value] = Some(to);
@@ -187,19 +232,32 @@ impl<'k> Compile<'k> {
         for (store, (value, _)) in self.kernel.stores.iter().enumerate() {
             let dtype = self.kernel.values[*value].dtype;
             let level = self.kernel.values[*value].level;
-            let at = self.at[*value].unwrap_or(Source::Register(0));
+            let at = self.operand(*value, level);
             let is_reduction = matches!(self.kernel.values[*value].kind, ValueKind::Reduce(..));
             if at == Source::Result(store) || is_reduction && matches!(self.strategy, Strategy::Accumulate(_)) {
                 continue;
             }
-            let op = match dtype {
-                DType::F16 | DType::BF16 => TileOp::StoreHalf(dtype),
-                _ => TileOp::Copy(Class::of(dtype)),
+            let is_half = matches!(dtype, DType::F16 | DType::BF16);
+            let op = match Class::of(dtype) {
+                _ if is_half => TileOp::StoreHalf(dtype),
+                class if self.is_streamed(store) => TileOp::Stream(class),
+                class => TileOp::Copy(class),
             };
-            self.push(InstructionKind::Tile(op, [at; 3]), level, Source::Result(store));
+            if !(self.has_planes() && level == Level::Full) {
+                self.push(InstructionKind::Tile(op, [at; 3]), level, Source::Result(store));
+                continue;
+            }
+            let mut from = at;
+            if is_half {
+                from = self.register(level, dtype.size());
+                self.push(InstructionKind::Tile(op, [at; 3]), level, from);
+            }
+            let strides = self.strides(&Layout::contiguous(self.kernel.space), level);
+            self.push(InstructionKind::Scatter(from, store, strides), level, Source::Result(store));
         }
-        let Compile { strategy, loads, instructions, constants, registers, row_registers, .. } = self;
-        MapProgram { instructions, constants, registers, row_registers, loads, strategy }
+        let is_streamed = (0..self.kernel.stores.len()).any(|store| self.is_streamed(store));
+        let Compile { strategy, loads, instructions, singles, constants, registers, row_registers, .. } = self;
+        MapProgram { instructions, singles, constants, registers, row_registers, loads, strategy, is_streamed }
     }
 
     fn value(&mut self, n: usize) {
@@ -207,10 +265,8 @@ impl<'k> Compile<'k> {
         let (class, level) = (self.class(n), value.level);
         let at = match value.kind {
             ValueKind::Fill(parameter) => {
-                self.registers.push(class.size());
-                let register = self.registers.len() - 1;
-                self.constants.push((register, parameter, value.dtype));
-                Source::Register(register)
+                self.singles.push((parameter, value.dtype));
+                Source::Single(self.singles.len() - 1)
             }
             ValueKind::Load(load) => {
                 let is_half = matches!(value.dtype, DType::F16 | DType::BF16);
@@ -231,12 +287,14 @@ impl<'k> Compile<'k> {
             }
             ValueKind::Iota(layout) => {
                 let to = self.register(level, 8);
-                self.push(InstructionKind::Iota(Strides::of(&layout)), level, to);
+                let strides = self.strides(&layout, level);
+                self.push(InstructionKind::Iota(strides), level, to);
                 to
             }
             ValueKind::Random(parameter, layout) => {
                 let to = self.register(level, 4);
-                self.push(InstructionKind::Random(parameter, Strides::of(&layout)), level, to);
+                let strides = self.strides(&layout, level);
+                self.push(InstructionKind::Random(parameter, strides), level, to);
                 to
             }
             ValueKind::Reduce(op, operand) => {
@@ -259,7 +317,18 @@ impl<'k> Compile<'k> {
             }
             ValueKind::Binary(op, a, b) => {
                 let class = self.class(a);
-                self.tile(n, TileOp::Binary(op, class), &[a, b])
+                let is_single = |value: usize| matches!(self.at[value], Some(Source::Single(_)));
+                let single = match (is_single(a), is_single(b)) {
+                    _ if !tile::takes_single(op, class) => None,
+                    (true, false) => Some(Single::Left),
+                    (false, true) => Some(Single::Right),
+                    _ => None,
+                };
+                let op = match single {
+                    Some(single) => TileOp::BinaryWith(op, class, single),
+                    None => TileOp::Binary(op, class),
+                };
+                self.tile(n, op, &[a, b])
             }
             ValueKind::Where(condition, a, b) => self.tile(n, TileOp::Where(class), &[condition, a, b]),
             ValueKind::Cast(a) => {
@@ -289,10 +358,17 @@ impl<'k> Compile<'k> {
     fn tile(&mut self, n: usize, op: TileOp, operands: &[usize]) -> Source {
         let (class, level) = (self.class(n), self.kernel.values[n].level);
         // Operations of fewer than three operands do not look at the rest.
-        let mut from = [self.operand(operands[0], level); 3];
-        for (to, operand) in from.iter_mut().zip(operands).skip(1) {
-            *to = self.operand(*operand, level);
+        let mut from = [Source::Register(0); 3];
+        for (n, operand) in operands.iter().enumerate() {
+            let is_single = match op {
+                TileOp::BinaryWith(_, _, Single::Left) => n == 0,
+                TileOp::BinaryWith(_, _, Single::Right) => n == 1,
+                _ => false,
+            };
+            let single = self.at[*operand].filter(|_| is_single);
+            from[n] = single.unwrap_or_else(|| self.operand(*operand, level));
         }
+        (operands.len()..3).for_each(|n| from[n] = from[0]);
         // A register of its own: the loops rely on it.
         let to = match self.result(n) {
             Some(store) => Source::Result(store),

@@ -39,6 +39,7 @@ pub(super) struct Tiles {
     registers: Vec<usize>,
     row_registers: usize,
     row_bytes: usize,
+    singles: usize,
 }
 
 /// Words that a thread keeps for its next kernel: long rows take more, and give it back.
@@ -68,7 +69,7 @@ impl Run<'_> {
         match &self.program.strategy {
             Strategy::Linear { count } => self.linear(*count),
             Strategy::Blocks { rows, columns } => self.blocks(*rows, *columns),
-            Strategy::Rows { rows, inner } => self.rows(*rows, *inner),
+            Strategy::Rows { rows, inner } | Strategy::Planes { rows, inner } => self.rows(*rows, *inner),
             Strategy::Accumulate(accumulate) => self.accumulate(accumulate)?,
         }
         Ok(())
@@ -147,15 +148,22 @@ impl Run<'_> {
         let row_bytes = (8 * rows).next_multiple_of(ALIGN);
         let row_registers = bytes;
         bytes += row_bytes * program.row_registers;
+        let singles = bytes;
+        bytes += 8 * program.singles.len();
         SCRATCH.with_borrow_mut(|scratch| {
             scratch.resize((bytes + ALIGN) / 8 + 1, 0);
             let start = scratch.as_mut_ptr().cast::<u8>();
             // SAFETY: there is room for one line more.
             let start = unsafe { start.add(start.align_offset(ALIGN)) };
-            let tiles = Tiles { start, registers, row_registers, row_bytes };
+            let tiles = Tiles { start, registers, row_registers, row_bytes, singles };
+            for (n, (parameter, dtype)) in program.singles.iter().enumerate() {
+                let Some(Parameter::Scalar(scalar)) = self.parameters.get(*parameter) else { continue };
+                // SAFETY: there is room for them behind the registers.
+                unsafe { tiles.single(n).cast::<[u8; 8]>().write(register_of(*scalar, *dtype)) };
+            }
             for (register, parameter, dtype) in &program.constants {
-                let mut one = [0_u8; 8];
-                self.constant(*parameter, *dtype, &mut one);
+                let Some(Parameter::Scalar(scalar)) = self.parameters.get(*parameter) else { continue };
+                let one = register_of(*scalar, *dtype);
                 let to = tiles.register(*register);
                 let (a, n) = (one.as_ptr(), tile);
                 let args = TileArgs { to, a, b: a, c: a, n, count: 1 };
@@ -163,45 +171,26 @@ impl Run<'_> {
                 unsafe { tile::run(TileOp::Repeat(Class::of(*dtype)), &args) };
             }
             work(&tiles);
+            if program.is_streamed {
+                tile::end_stream();
+            }
             if scratch.len() > SCRATCH_KEPT {
                 *scratch = Vec::new();
             }
         });
     }
 
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "a scalar becomes an element as a cast does it"
-    )]
-    fn constant(&self, parameter: usize, dtype: DType, to: &mut [u8; 8]) {
-        let Some(Parameter::Scalar(scalar)) = self.parameters.get(parameter) else { return };
-        let float = scalar.as_f64();
-        let is_float = matches!(scalar, Scalar::Float(_));
-        match dtype {
-            DType::Bool => to[0] = u8::from(float != 0.0),
-            // Floats go to the nearest there is, integers wrap.
-            DType::U8 => to[0] = if is_float { float as u8 } else { scalar.as_i64() as u8 },
-            DType::I32 => {
-                let value = if is_float { float as i32 } else { scalar.as_i64() as i32 };
-                to[..4].copy_from_slice(&value.to_ne_bytes());
-            }
-            DType::I64 => *to = scalar.as_i64().to_ne_bytes(),
-            DType::F16 => to[..4].copy_from_slice(&half::f16::from_f64(float).to_f32().to_ne_bytes()),
-            DType::BF16 => to[..4].copy_from_slice(&half::bf16::from_f64(float).to_f32().to_ne_bytes()),
-            DType::F32 => to[..4].copy_from_slice(&(float as f32).to_ne_bytes()),
-            DType::F64 => *to = float.to_ne_bytes(),
-        }
-    }
-
     /// Computes one part of the space.
     pub(super) fn part(&self, tiles: &Tiles, part: Part) {
+        let has_planes = matches!(self.program.strategy, Strategy::Planes { .. });
         for instruction in &self.program.instructions {
             let level = instruction.level;
             let (start, n) = if level == Level::Full { (part.start, part.count) } else { (part.first_row, part.rows) };
+            // Of each plane, what is made from positions.
+            let (first, each) = if has_planes { (part.first_row, part.rows) } else { (start, n) };
             let at = |source: Source| self.address(tiles, source, start);
             let to = at(instruction.to);
-            let args = |op: TileOp, from: [*const u8; 3], n: usize, count: usize| {
+            let args_to = |to: *mut u8, op: TileOp, from: [*const u8; 3], n: usize, count: usize| {
                 let args = TileArgs { to, a: from[0], b: from[1], c: from[2], n, count };
                 // SAFETY: registers have room for a part; loads and results have as many elements as the space or its
                 // rows, of which this is a part; and results are where operands are only by design of the compiler.
@@ -209,30 +198,64 @@ impl Run<'_> {
                     self.is_defined.store(false, Ordering::Relaxed);
                 }
             };
+            let args = |op: TileOp, from: [*const u8; 3], n: usize, count: usize| args_to(to, op, from, n, count);
+            let planes = part.count / part.rows.max(1);
             match &instruction.kind {
                 InstructionKind::Tile(op, from) => args(*op, from.map(|from| at(from).cast_const()), n, 1),
                 InstructionKind::Repeat(class, from) => {
                     let from = self.address(tiles, *from, part.first_row).cast_const();
-                    args(TileOp::Repeat(*class), [from; 3], part.count / part.rows.max(1), part.rows);
+                    if has_planes {
+                        let plane = |n: usize| to.wrapping_add(n * part.rows * class.size());
+                        (0..planes).for_each(|n| args_to(plane(n), TileOp::Copy(*class), [from; 3], part.rows, 1));
+                    } else {
+                        args(TileOp::Repeat(*class), [from; 3], planes, part.rows);
+                    }
                 }
                 InstructionKind::Reduce(op, class, from) => {
                     let from = self.address(tiles, *from, part.start).cast_const();
-                    args(TileOp::Reduce(*op, *class), [from; 3], part.count / part.rows.max(1), part.rows);
+                    if has_planes {
+                        for n in 0..planes {
+                            let op = if n == 0 { TileOp::Copy(*class) } else { TileOp::Accumulate(*op, *class) };
+                            args(op, [from.wrapping_add(n * part.rows * class.size()); 3], part.rows, 1);
+                        }
+                    } else {
+                        args(TileOp::Reduce(*op, *class), [from; 3], planes, part.rows);
+                    }
                 }
-                InstructionKind::Gather(load) => {
-                    let Load { strides, bytes, .. } = &self.program.loads[*load];
-                    let from = self.loads[*load];
-                    // SAFETY: the layout was checked to stay inside of the buffer, and the register has room.
-                    unsafe {
-                        match bytes {
-                            1 => gather::<u8>(strides, from, to, start, n),
-                            2 => gather::<u16>(strides, from, to, start, n),
-                            4 => gather::<u32>(strides, from, to, start, n),
-                            _ => gather::<u64>(strides, from, to, start, n),
+                InstructionKind::Scatter(from, result, strides) => {
+                    let (from, bytes) = (at(*from).cast_const(), self.sizes[*result]);
+                    let to = self.results[*result];
+                    for (n, plane) in strides.planes.iter().enumerate() {
+                        let (from, to) =
+                            (from.wrapping_add(n * each * bytes), to.wrapping_offset(plane * signed(bytes)));
+                        // SAFETY: the result has an element for each point of the space, and the register a part's.
+                        unsafe {
+                            match bytes {
+                                1 => scatter::<u8>(strides, from, to, first, each),
+                                2 => scatter::<u16>(strides, from, to, first, each),
+                                4 => scatter::<u32>(strides, from, to, first, each),
+                                _ => scatter::<u64>(strides, from, to, first, each),
+                            }
                         }
                     }
                 }
-                InstructionKind::Iota(strides) => strides.runs(start, n, |done, position, step, run| {
+                InstructionKind::Gather(load) => {
+                    let Load { strides, bytes, .. } = &self.program.loads[*load];
+                    for (n, plane) in strides.planes.iter().enumerate() {
+                        let from = self.loads[*load].wrapping_offset(plane * signed(*bytes));
+                        let to = to.wrapping_add(n * each * bytes);
+                        // SAFETY: the layout was checked to stay inside of the buffer, and the register has room.
+                        unsafe {
+                            match bytes {
+                                1 => gather::<u8>(strides, from, to, first, each),
+                                2 => gather::<u16>(strides, from, to, first, each),
+                                4 => gather::<u32>(strides, from, to, first, each),
+                                _ => gather::<u64>(strides, from, to, first, each),
+                            }
+                        }
+                    }
+                }
+                InstructionKind::Iota(strides) => strides.runs_of_planes(first, each, |done, position, step, run| {
                     let to = to.cast::<i64>();
                     for i in 0..run {
                         // SAFETY: the register has room for all of them.
@@ -241,7 +264,7 @@ impl Run<'_> {
                 }),
                 InstructionKind::Random(parameter, strides) => {
                     let Some(Parameter::Seed(seed)) = self.parameters.get(*parameter) else { continue };
-                    strides.runs(start, n, |done, position, step, run| {
+                    strides.runs_of_planes(first, each, |done, position, step, run| {
                         let to = to.cast::<f32>();
                         for i in 0..run {
                             let number = (position + signed(i) * step).unsigned_abs() as u64;
@@ -262,6 +285,7 @@ impl Run<'_> {
                 // SAFETY: it is inside of the thread's tiles.
                 unsafe { tiles.start.add(tiles.row_registers + register * tiles.row_bytes) }
             }
+            Source::Single(single) => tiles.single(single),
             Source::Memory(load) => {
                 let Load { strides, bytes, .. } = &self.program.loads[load];
                 let elements = start + strides.offset.unsigned_abs();
@@ -274,7 +298,38 @@ impl Run<'_> {
     }
 }
 
+/// A number as an element of a register.
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a scalar becomes an element as a cast does it"
+)]
+pub(in crate::cpu) fn register_of(scalar: Scalar, dtype: DType) -> [u8; 8] {
+    let float = scalar.as_f64();
+    let is_float = matches!(scalar, Scalar::Float(_));
+    let mut to = [0; 8];
+    match dtype {
+        DType::Bool => to[0] = u8::from(float != 0.0),
+        // Floats go to the nearest there is, integers wrap.
+        DType::U8 => to[0] = if is_float { float as u8 } else { scalar.as_i64() as u8 },
+        DType::I32 => {
+            let value = if is_float { float as i32 } else { scalar.as_i64() as i32 };
+            to[..4].copy_from_slice(&value.to_ne_bytes());
+        }
+        DType::I64 => to = scalar.as_i64().to_ne_bytes(),
+        DType::F16 => to[..4].copy_from_slice(&half::f16::from_f64(float).to_f32().to_ne_bytes()),
+        DType::BF16 => to[..4].copy_from_slice(&half::bf16::from_f64(float).to_f32().to_ne_bytes()),
+        DType::F32 => to[..4].copy_from_slice(&(float as f32).to_ne_bytes()),
+        DType::F64 => to = float.to_ne_bytes(),
+    }
+    to
+}
+
 impl Tiles {
+    fn single(&self, single: usize) -> *mut u8 {
+        self.start.wrapping_add(self.singles + 8 * single)
+    }
+
     fn register(&self, register: Register) -> *mut u8 {
         // SAFETY: it is inside of the thread's tiles.
         unsafe { self.start.add(self.registers[register]) }
@@ -287,6 +342,11 @@ impl Tiles {
 ///
 /// Every position is inside of what `from` is the beginning of, and there is room for `count` elements.
 unsafe fn gather<T: Copy>(strides: &Strides, from: *const u8, to: *mut u8, start: usize, count: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if size_of::<T>() == 4 && strides.axes.last().is_some_and(|(_, step)| *step == 2) && tile::has_avx512() {
+        // SAFETY: the caller's promise, and the instructions are there.
+        return unsafe { gather_pairs_avx512(strides, from.cast(), to.cast(), start, count) };
+    }
     let (from, to) = (from.cast::<T>(), to.cast::<T>());
     strides.runs(start, count, |done, position, step, run| {
         // SAFETY: the caller's promise.
@@ -299,6 +359,80 @@ unsafe fn gather<T: Copy>(strides: &Strides, from: *const u8, to: *mut u8, start
                     (0..run).for_each(|i| to.add(i).write(value));
                 }
                 step => (0..run).for_each(|i| to.add(i).write(from.offset(signed(i) * step).read())),
+            }
+        }
+    });
+}
+
+/// Every second element: sixteen at a time out of two vectors. Nothing is read behind the last.
+///
+/// # Safety
+///
+/// As for [`gather`]; all runs have a step of two.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn gather_pairs_avx512(strides: &Strides, from: *const f32, to: *mut f32, start: usize, count: usize) {
+    use std::arch::x86_64::*;
+    let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    strides.runs(start, count, |done, position, _, run| {
+        for first in (0..run).step_by(16) {
+            let many = (run - first).min(16);
+            // Of 32 elements all up to the last that is wanted.
+            let wanted = u32::MAX >> (33 - 2 * many);
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (from, to) = (from.offset(position).add(2 * first), to.add(done + first));
+                let low = _mm512_maskz_loadu_ps((wanted & 0xffff) as __mmask16, from);
+                let high = _mm512_maskz_loadu_ps((wanted >> 16) as __mmask16, from.wrapping_add(16));
+                let pairs = _mm512_permutex2var_ps(low, even, high);
+                _mm512_mask_storeu_ps(to, 0xffff >> (16 - many), pairs);
+            }
+        }
+    });
+}
+
+/// The other way round: sixteen elements at a time, into every second place.
+///
+/// # Safety
+///
+/// As for [`scatter`]; all runs have a step of two.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn scatter_pairs_avx512(strides: &Strides, from: *const f32, to: *mut f32, start: usize, count: usize) {
+    use std::arch::x86_64::*;
+    let spread = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    strides.runs(start, count, |done, position, _, run| {
+        for first in (0..run).step_by(8) {
+            let many = (run - first).min(8);
+            // SAFETY: the caller's promise; places in between are let alone.
+            unsafe {
+                let (from, to) = (from.add(done + first), to.offset(position).add(2 * first));
+                let eight = _mm512_maskz_loadu_ps(0xffff >> (16 - many), from);
+                _mm512_mask_storeu_ps(to, 0x5555 & (0xffff >> (16 - 2 * many)), _mm512_permutexvar_ps(spread, eight));
+            }
+        }
+    });
+}
+
+/// Puts elements where they do not lie as in a register.
+///
+/// # Safety
+///
+/// Every position is inside of what `to` is the beginning of, and there are `count` elements.
+unsafe fn scatter<T: Copy>(strides: &Strides, from: *const u8, to: *mut u8, start: usize, count: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if size_of::<T>() == 4 && strides.axes.last().is_some_and(|(_, step)| *step == 2) && tile::has_avx512() {
+        // SAFETY: the caller's promise, and the instructions are there.
+        return unsafe { scatter_pairs_avx512(strides, from.cast(), to.cast(), start, count) };
+    }
+    let (from, to) = (from.cast::<T>(), to.cast::<T>());
+    strides.runs(start, count, |done, position, step, run| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (from, to) = (from.add(done), to.offset(position));
+            match step {
+                1 => to.copy_from_nonoverlapping(from, run),
+                step => (0..run).for_each(|i| to.offset(signed(i) * step).write(from.add(i).read())),
             }
         }
     });
