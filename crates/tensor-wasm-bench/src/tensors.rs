@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use tensor_wasm_tensor::nn::{Conv2d, Hooked, Linear, Module, Sequential, function};
-use tensor_wasm_tensor::{Adam, Convolution, DType, Optimizer, Sgd, Tensor, Variable, Window, grad};
+use tensor_wasm_tensor::{Adam, Convolution, DType, Optimizer, Sgd, Tensor, Variable, grad};
 
 use crate::report::{Goal, Report, root};
 
@@ -61,8 +61,7 @@ fn ours() -> Vec<(String, Run)> {
     let (images, filters) = (random(&[32, 1, 28, 28], 6), random(&[16, 1, 5, 5], 7));
     rows.push(("conv2d/32x1x28x28".to_owned(), computes(move || images.conv2d(&filters, Convolution::default()))));
     let maps = random(&[32, 16, 24, 24], 8);
-    let window = Window { stride: 2, ..Window::default() };
-    rows.push(("max_pool2d/32x16x24x24".to_owned(), computes(move || maps.max_pool2d(2, window))));
+    rows.push(("max_pool2d/32x16x24x24".to_owned(), computes(move || maps.max_pool2d(2))));
     let wide = random(&[4096, 1024], 9);
     let other = wide.clone();
     rows.push(("softmax/4096x1024".to_owned(), computes(move || wide.softmax(1))));
@@ -70,7 +69,7 @@ fn ours() -> Vec<(String, Run)> {
     let one = random(&[], 10);
     rows.push(("scalar".to_owned(), Box::new(move || (&one + 1.0).item::<f32>().map(drop))));
     rows.push(("mlp_step".to_owned(), trainer(mlp(), random(&[64, 784], 11))));
-    let pool = move || function(move |x| x.max_pool2d(2, window));
+    let pool = || function(|x| x.max_pool2d(2));
     let cnn = Sequential::new()
         .then(Conv2d::new(1, 16, 5, Convolution::default(), 3))
         .then(relu())

@@ -108,12 +108,12 @@ pub(crate) fn grad_at(
             gradients.insert(input.node.id, sum);
         }
     }
-    let found = |tensor: &&Tensor| match gradients.get(&tensor.node.id) {
+    let found = |(input, tensor): (usize, &&Tensor)| match gradients.get(&tensor.node.id) {
         Some(gradient) => Ok(gradient.clone()),
         None if tensor.requires_grad() => Ok(Tensor::fill(0.into(), tensor.shape(), tensor.dtype(), at)),
-        None => Err(TensorError::new(operation, ErrorKind::NoGradient, at)),
+        None => Err(TensorError::new(operation, ErrorKind::NotAsked { input }, at)),
     };
-    with_respect_to.iter().map(found).collect()
+    with_respect_to.iter().enumerate().map(found).collect()
 }
 
 /// Everything that gradients flow through, the last made first.

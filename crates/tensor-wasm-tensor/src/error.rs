@@ -2,6 +2,7 @@
 //! makes a tensor that holds the error, and whoever reads a value that depends on it gets it, with the operation and
 //! the line that asked for it.
 
+use std::cell::Cell;
 use std::panic::Location;
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use crate::shape::RANK_MAX;
 pub type Result<T> = std::result::Result<T, TensorError>;
 
 /// An error, the operation that made it, and where that was called.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[error("{operation}: {what} ({}:{}:{})", at.file(), at.line(), at.column())]
 pub struct TensorError {
     pub operation: &'static str,
@@ -21,8 +22,39 @@ pub struct TensorError {
 
 impl TensorError {
     pub(crate) fn new(operation: &'static str, what: ErrorKind, at: &'static Location<'static>) -> TensorError {
-        TensorError { operation, what: Arc::new(what), at }
+        TensorError { operation, what: Arc::new(what), at: caller(at) }
     }
+}
+
+/// For people: it is what a `main` prints that returns it.
+impl std::fmt::Debug for TensorError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+thread_local! {
+    /// The line of somebody else's program that asked for what is being made.
+    static ASKED: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
+}
+
+/// Makes something that is composed of several operations: whatever is wrong with one of them is said of the line that
+/// asked for all of them, and not of a line in here.
+pub(crate) fn asked_at<R>(at: &'static Location<'static>, make: impl FnOnce() -> R) -> R {
+    struct Before(Option<&'static Location<'static>>);
+    impl Drop for Before {
+        fn drop(&mut self) {
+            ASKED.set(self.0);
+        }
+    }
+    // The outermost counts.
+    let _before = Before(ASKED.replace(Some(ASKED.get().unwrap_or(at))));
+    make()
+}
+
+/// The line to name for an operation that was called at one.
+pub(crate) fn caller(at: &'static Location<'static>) -> &'static Location<'static> {
+    ASKED.get().unwrap_or(at)
 }
 
 #[derive(Debug, PartialEq, thiserror::Error)]
@@ -53,12 +85,14 @@ pub enum ErrorKind {
         crate::cpu::memory_limit()
     )]
     OutOfMemory { bytes: usize },
-    #[error("the tensor of shape {shape:?} is not a single number")]
+    #[error("the tensor of shape {shape:?} is not a single number; reduce it first, as with .sum(()) or .mean(())")]
     NotScalar { shape: Vec<usize> },
     #[error("the graph was freed by an earlier backward(); use grad() to go through it more than once")]
     GraphFreed,
     #[error("nothing it depends on asks for gradients")]
     NoGradient,
+    #[error("input {input} is nothing that gradients are asked for; x.with_grad() returns a new tensor, which is")]
+    NotAsked { input: usize },
     #[error("the gradient of element {element} of input {input} is {gradient}, and the slope there {slope}")]
     WrongGradient { input: usize, element: usize, gradient: f64, slope: f64 },
     #[error("an integer is divided by zero")]

@@ -676,11 +676,11 @@ fn gradients_are_slopes() {
         inputs[0].conv_transpose2d(&inputs[1], Convolution::new(2, 1))
     });
     let window = Window { stride: 1, padding: 1, dilation: 1 };
-    check_gradient("max_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].max_pool2d(2, window));
-    check_gradient("avg_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].avg_pool2d(3, window));
+    check_gradient("max_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].max_pool2d_with(2, window));
+    check_gradient("avg_pool2d", std::slice::from_ref(&images), &|inputs| inputs[0].avg_pool2d_with(3, window));
     let apart = Window { stride: 2, padding: 0, dilation: 1 };
     check_gradient("max_pool2d of windows apart", std::slice::from_ref(&images), &|inputs| {
-        (inputs[0].max_pool2d(2, apart) * inputs[0].square().avg_pool2d(2, apart)).tanh()
+        (inputs[0].max_pool2d_with(2, apart) * inputs[0].square().avg_pool2d_with(2, apart)).tanh()
     });
     let keys = random(&[2, 4, 5], -1.0, 1.0);
     check_gradient("attention", &[z.clone(), keys, z.clone()], &|inputs| {

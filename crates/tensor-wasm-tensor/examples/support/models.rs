@@ -1,7 +1,7 @@
 //! The models of the examples.
 
-use tensor_wasm_tensor::nn::{Conv2d, Embedding, LayerNorm, Linear, Lstm, Module, Sequential, below, function};
-use tensor_wasm_tensor::{Convolution, DType, Tensor, Variable, Window};
+use tensor_wasm_tensor::nn::{Conv2d, Embedding, LayerNorm, Linear, Lstm, Module, Parts, Sequential, function};
+use tensor_wasm_tensor::{Convolution, DType, Tensor};
 
 use super::digits::{CLASSES, PIXELS, SIDE};
 
@@ -23,7 +23,7 @@ pub(crate) fn linear(seed: u64) -> Sequential {
 /// Digits: two convolutions of 5 by 5, each followed by the largest of 2 by 2.
 pub(crate) fn cnn(seed: u64) -> Sequential {
     let seeds = seeds(seed);
-    let pool = || function(|x: &Tensor| x.relu().max_pool2d(2, Window { stride: 2, ..Window::default() }));
+    let pool = || function(|x: &Tensor| x.relu().max_pool2d(2));
     Sequential::new()
         .then(function(|x: &Tensor| x.reshape(&[-1, 1, SIDE.cast_signed(), SIDE.cast_signed()])))
         .then(Conv2d::new(1, 16, 5, Convolution::default(), seeds(0)))
@@ -84,8 +84,8 @@ impl Module for CharLstm {
         self.head.forward(&self.cell.forward(&self.table.forward(input)))
     }
 
-    fn variables(&self) -> Vec<(String, Variable)> {
-        [below("table", &self.table), below("cell", &self.cell), below("head", &self.head)].concat()
+    fn parts(&self) -> Parts<'_> {
+        Parts::new().with("table", &self.table).with("cell", &self.cell).with("head", &self.head)
     }
 }
 
@@ -144,17 +144,6 @@ impl Transformer {
 }
 
 impl Block {
-    fn parts(&self) -> [(&'static str, &dyn Module); 6] {
-        [
-            ("first_norm", &self.first_norm),
-            ("project", &self.project),
-            ("merge", &self.merge),
-            ("second_norm", &self.second_norm),
-            ("widen", &self.widen),
-            ("narrow", &self.narrow),
-        ]
-    }
-
     fn attend(&self, x: &Tensor) -> Tensor {
         let (batch, length) = (x.shape()[0].cast_signed(), x.shape()[1].cast_signed());
         let (heads, size) = (Transformer::HEADS.cast_signed(), (Transformer::WIDTH / Transformer::HEADS).cast_signed());
@@ -172,8 +161,10 @@ impl Module for Block {
         &x + self.narrow.forward(&self.widen.forward(&self.second_norm.forward(&x)).gelu())
     }
 
-    fn variables(&self) -> Vec<(String, Variable)> {
-        self.parts().into_iter().flat_map(|(name, part)| below(name, part)).collect()
+    fn parts(&self) -> Parts<'_> {
+        let parts = Parts::new().with("first_norm", &self.first_norm).with("project", &self.project);
+        let parts = parts.with("merge", &self.merge).with("second_norm", &self.second_norm);
+        parts.with("widen", &self.widen).with("narrow", &self.narrow)
     }
 }
 
@@ -187,10 +178,8 @@ impl Module for Transformer {
         self.head.forward(&self.norm.forward(&end))
     }
 
-    fn variables(&self) -> Vec<(String, Variable)> {
-        let blocks = self.blocks.iter().enumerate().flat_map(|(n, block)| below(&format!("block.{n}"), block));
-        let mut all = [below("letters", &self.letters), below("places", &self.places)].concat();
-        all.extend(blocks.chain(below("norm", &self.norm)).chain(below("head", &self.head)));
-        all
+    fn parts(&self) -> Parts<'_> {
+        let parts = Parts::new().with("letters", &self.letters).with("places", &self.places);
+        parts.with_each("block", &self.blocks).with("norm", &self.norm).with("head", &self.head)
     }
 }

@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use self::op::{Movement, Op};
 use crate::cpu::memory::CpuBuffer;
 use crate::dtype::DType;
+use crate::error::caller;
 use crate::shape::{Layout, Shape};
 use crate::train::Gradients;
 
@@ -94,7 +95,7 @@ impl Node {
         requires_grad: bool,
         at: &'static Location<'static>,
     ) -> Arc<Node> {
-        let id = NODES.fetch_add(1, Ordering::Relaxed);
+        let (id, at) = (NODES.fetch_add(1, Ordering::Relaxed), caller(at));
         let (state, depth, gradients) = (Mutex::new(state), AtomicU32::new(depth), OnceLock::new());
         Arc::new(Node { id, shape, dtype, requires_grad, at, state, depth, gradients, is_asked: false })
     }

@@ -1,12 +1,14 @@
-//! The usual layers.
+//! The usual layers. What is wrong with what they are given is said of the line that made them: it says which one it is.
 
+use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use super::Module;
+use super::{Module, Parts};
 use crate::autograd::no_grad;
 use crate::dtype::DType;
+use crate::error::asked_at;
 use crate::random;
-use crate::tensor::{Convolution, Tensor};
+use crate::tensor::{Caller, Convolution, Tensor};
 use crate::train::Variable;
 
 impl Tensor {
@@ -36,16 +38,19 @@ fn named(name: &str, variable: &Variable) -> (String, Variable) {
 pub struct Linear {
     pub weight: Variable,
     pub bias: Option<Variable>,
+    made_at: Caller,
 }
 
 impl Linear {
+    #[track_caller]
     pub fn new(inputs: usize, outputs: usize, seed: u64) -> Linear {
         let bound = 1.0 / (inputs.max(1) as f64).sqrt();
         let weight = Variable::new(&Tensor::around_zero(&[inputs, outputs], bound, seed, DType::F32));
         let bias = Tensor::around_zero(&[outputs], bound, random::split(seed, 1), DType::F32);
-        Linear { weight, bias: Some(Variable::new(&bias)) }
+        Linear { weight, bias: Some(Variable::new(&bias)), made_at: Location::caller() }
     }
 
+    #[track_caller]
     pub fn without_bias(inputs: usize, outputs: usize, seed: u64) -> Linear {
         Linear { bias: None, ..Linear::new(inputs, outputs, seed) }
     }
@@ -53,8 +58,10 @@ impl Linear {
 
 impl Module for Linear {
     fn forward(&self, input: &Tensor) -> Tensor {
-        let product = input.matmul(&self.weight.get());
-        self.bias.as_ref().map_or_else(|| product.clone(), |bias| &product + bias.get())
+        asked_at(self.made_at, || {
+            let product = input.matmul(&self.weight.get());
+            self.bias.as_ref().map_or_else(|| product.clone(), |bias| &product + bias.get())
+        })
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -68,22 +75,25 @@ pub struct Conv2d {
     pub weight: Variable,
     pub bias: Variable,
     pub options: Convolution,
+    made_at: Caller,
 }
 
 impl Conv2d {
     /// Filters have as many rows as columns.
+    #[track_caller]
     pub fn new(channels: usize, filters: usize, size: usize, options: Convolution, seed: u64) -> Conv2d {
         let depth = channels / options.groups.max(1);
         let bound = 1.0 / ((depth * size * size).max(1) as f64).sqrt();
         let weight = Tensor::around_zero(&[filters, depth, size, size], bound, seed, DType::F32);
         let bias = Tensor::around_zero(&[filters, 1, 1], bound, random::split(seed, 1), DType::F32);
-        Conv2d { weight: Variable::new(&weight), bias: Variable::new(&bias), options }
+        let made_at = Location::caller();
+        Conv2d { weight: Variable::new(&weight), bias: Variable::new(&bias), options, made_at }
     }
 }
 
 impl Module for Conv2d {
     fn forward(&self, input: &Tensor) -> Tensor {
-        input.conv2d(&self.weight.get(), self.options) + self.bias.get()
+        asked_at(self.made_at, || input.conv2d(&self.weight.get(), self.options) + self.bias.get())
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -94,18 +104,21 @@ impl Module for Conv2d {
 /// Rows of a table.
 pub struct Embedding {
     pub weight: Variable,
+    made_at: Caller,
 }
 
 impl Embedding {
+    #[track_caller]
     pub fn new(rows: usize, columns: usize, seed: u64) -> Embedding {
-        Embedding { weight: Variable::new(&Tensor::normal(&[rows, columns], seed, DType::F32)) }
+        let weight = Variable::new(&Tensor::normal(&[rows, columns], seed, DType::F32));
+        Embedding { weight, made_at: Location::caller() }
     }
 }
 
 impl Module for Embedding {
     /// The input is indices.
     fn forward(&self, input: &Tensor) -> Tensor {
-        self.weight.get().embedding(input)
+        asked_at(self.made_at, || self.weight.get().embedding(input))
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -118,18 +131,21 @@ pub struct LayerNorm {
     pub weight: Variable,
     pub bias: Variable,
     pub epsilon: f64,
+    made_at: Caller,
 }
 
 impl LayerNorm {
+    #[track_caller]
     pub fn new(size: usize) -> LayerNorm {
         let (weight, bias) = (Tensor::ones(&[size], DType::F32), Tensor::zeros(&[size], DType::F32));
-        LayerNorm { weight: Variable::new(&weight), bias: Variable::new(&bias), epsilon: 1e-5 }
+        let (weight, bias) = (Variable::new(&weight), Variable::new(&bias));
+        LayerNorm { weight, bias, epsilon: 1e-5, made_at: Location::caller() }
     }
 }
 
 impl Module for LayerNorm {
     fn forward(&self, input: &Tensor) -> Tensor {
-        input.layer_norm(-1, self.epsilon) * self.weight.get() + self.bias.get()
+        asked_at(self.made_at, || input.layer_norm(-1, self.epsilon) * self.weight.get() + self.bias.get())
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -141,17 +157,20 @@ impl Module for LayerNorm {
 pub struct RmsNorm {
     pub weight: Variable,
     pub epsilon: f64,
+    made_at: Caller,
 }
 
 impl RmsNorm {
+    #[track_caller]
     pub fn new(size: usize) -> RmsNorm {
-        RmsNorm { weight: Variable::new(&Tensor::ones(&[size], DType::F32)), epsilon: 1e-6 }
+        let weight = Variable::new(&Tensor::ones(&[size], DType::F32));
+        RmsNorm { weight, epsilon: 1e-6, made_at: Location::caller() }
     }
 }
 
 impl Module for RmsNorm {
     fn forward(&self, input: &Tensor) -> Tensor {
-        input.rms_norm(-1, self.epsilon) * self.weight.get()
+        asked_at(self.made_at, || input.rms_norm(-1, self.epsilon) * self.weight.get())
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -164,6 +183,7 @@ pub struct BatchNorm {
     pub weight: Variable,
     pub bias: Variable,
     pub running_mean: Variable,
+    made_at: Caller,
     pub running_variance: Variable,
     pub momentum: f64,
     pub epsilon: f64,
@@ -171,11 +191,13 @@ pub struct BatchNorm {
 }
 
 impl BatchNorm {
+    #[track_caller]
     pub fn new(channels: usize) -> BatchNorm {
         let of = |value: i64| Variable::new(&Tensor::full(&[channels], value, DType::F32));
         let (momentum, epsilon, is_training) = (0.1, 1e-5, AtomicBool::new(true));
         let (running_mean, running_variance) = (of(0), of(1));
-        BatchNorm { weight: of(1), bias: of(0), running_mean, running_variance, momentum, epsilon, is_training }
+        let (weight, bias, made_at) = (of(1), of(0), Location::caller());
+        BatchNorm { weight, bias, running_mean, running_variance, momentum, epsilon, is_training, made_at }
     }
 }
 
@@ -184,7 +206,7 @@ impl Module for BatchNorm {
         let (weight, bias) = (self.weight.get(), self.bias.get());
         if !self.is_training.load(Ordering::Relaxed) {
             let (mean, variance) = (self.running_mean.get().detach(), self.running_variance.get().detach());
-            return input.batch_norm(&mean, &variance, &weight, &bias, self.epsilon);
+            return asked_at(self.made_at, || input.batch_norm(&mean, &variance, &weight, &bias, self.epsilon));
         }
         let axes: Vec<isize> = (0..input.rank()).filter(|axis| *axis != 1).map(usize::cast_signed).collect();
         let (mean, variance) = (input.mean(&axes[..]), input.var(&axes[..], 0));
@@ -203,7 +225,7 @@ impl Module for BatchNorm {
                 self.running_variance.set(&variance);
             }
         });
-        input.batch_norm(&mean, &variance, &weight, &bias, self.epsilon)
+        asked_at(self.made_at, || input.batch_norm(&mean, &variance, &weight, &bias, self.epsilon))
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -276,14 +298,6 @@ impl Sequential {
         self.0.push(Box::new(module));
         self
     }
-
-    fn numbered(&self, of: impl Fn(&dyn Module) -> Vec<(String, Variable)>) -> Vec<(String, Variable)> {
-        let modules = self.0.iter().map(AsRef::as_ref).enumerate();
-        let each = |(n, module): (usize, &dyn Module)| {
-            of(module).into_iter().map(move |(name, variable)| (format!("{n}.{name}"), variable)).collect::<Vec<_>>()
-        };
-        modules.flat_map(each).collect()
-    }
 }
 
 impl Module for Sequential {
@@ -291,15 +305,8 @@ impl Module for Sequential {
         self.0.iter().fold(input.clone(), |value, module| module.forward(&value))
     }
 
-    fn variables(&self) -> Vec<(String, Variable)> {
-        self.numbered(|module| module.variables())
-    }
-
-    fn buffers(&self) -> Vec<(String, Variable)> {
-        self.numbered(|module| module.buffers())
-    }
-
-    fn set_training(&self, is_training: bool) {
-        self.0.iter().for_each(|module| module.set_training(is_training));
+    fn parts(&self) -> Parts<'_> {
+        let modules = self.0.iter().enumerate();
+        modules.fold(Parts::new(), |parts, (n, module)| parts.with(&n.to_string(), module.as_ref()))
     }
 }

@@ -18,18 +18,26 @@ use crate::train::Variable;
 pub trait Module: Send + Sync {
     fn forward(&self, input: &Tensor) -> Tensor;
 
-    /// What is trained, by names that say where it is: `0.weight`.
+    /// The modules that it is made of, by name. What they have is its own: a module that is made of others needs no
+    /// more than this.
+    fn parts(&self) -> Parts<'_> {
+        Parts::new()
+    }
+
+    /// What is trained, by names that say where it is: `0.weight`. Those of its parts, unless it says otherwise.
     fn variables(&self) -> Vec<(String, Variable)> {
-        Vec::new()
+        self.parts().0.into_iter().flat_map(|(part, module)| below(part, module.variables())).collect()
     }
 
-    /// What is not trained and still belongs to it: running means.
+    /// What is not trained and still belongs to it: running means. Those of its parts, unless it says otherwise.
     fn buffers(&self) -> Vec<(String, Variable)> {
-        Vec::new()
+        self.parts().0.into_iter().flat_map(|(part, module)| below(part, module.buffers())).collect()
     }
 
-    /// Whether it is being trained: some modules do something else then.
-    fn set_training(&self, _is_training: bool) {}
+    /// Whether it is being trained: some modules do something else then. Its parts are told, unless it says otherwise.
+    fn set_training(&self, is_training: bool) {
+        self.parts().0.into_iter().for_each(|(_, module)| module.set_training(is_training));
+    }
 
     /// What optimizers take.
     fn parameters(&self) -> Vec<Variable> {
@@ -70,9 +78,34 @@ pub trait Module: Send + Sync {
     }
 }
 
-/// The variables of a part of a module, by names that say which part: `up.weight`.
-pub fn below(part: &str, module: &dyn Module) -> Vec<(String, Variable)> {
-    module.variables().into_iter().map(|(own, variable)| (format!("{part}.{own}"), variable)).collect()
+/// The modules that one is made of, by name.
+#[derive(Default)]
+pub struct Parts<'m>(Vec<(String, &'m dyn Module)>);
+
+impl<'m> Parts<'m> {
+    pub fn new() -> Parts<'m> {
+        Parts::default()
+    }
+
+    /// With one more.
+    #[must_use]
+    pub fn with(mut self, name: &str, module: &'m dyn Module) -> Parts<'m> {
+        self.0.push((name.to_owned(), module));
+        self
+    }
+
+    /// With some more, whose names end with their numbers: `block.0`.
+    #[must_use]
+    pub fn with_each<M: Module>(mut self, name: &str, modules: &'m [M]) -> Parts<'m> {
+        let numbered = modules.iter().enumerate().map(|(n, module)| (format!("{name}.{n}"), module as &dyn Module));
+        self.0.extend(numbered);
+        self
+    }
+}
+
+/// Names that say which part they are of: `up.weight`.
+fn below(part: String, own: Vec<(String, Variable)>) -> impl Iterator<Item = (String, Variable)> {
+    own.into_iter().map(move |(own, variable)| (format!("{part}.{own}"), variable))
 }
 
 /// What hooks of a module see: what went in, and what came out.
@@ -119,6 +152,10 @@ impl<M: Module> Module for Hooked<M> {
             });
         }
         output
+    }
+
+    fn parts(&self) -> Parts<'_> {
+        self.module.parts()
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {

@@ -1,9 +1,8 @@
 //! Cells that remember.
 
-use super::{Linear, Module, below};
+use super::{Linear, Module, Parts};
 use crate::random;
 use crate::tensor::Tensor;
-use crate::train::Variable;
 
 /// A cell with a memory and gates that open it: input, forget, candidate, output, in this order.
 pub struct Lstm {
@@ -72,8 +71,8 @@ impl Module for Lstm {
         })
     }
 
-    fn variables(&self) -> Vec<(String, Variable)> {
-        [below("input", &self.input), below("hidden", &self.hidden)].concat()
+    fn parts(&self) -> Parts<'_> {
+        Parts::new().with("input", &self.input).with("hidden", &self.hidden)
     }
 }
 
@@ -87,7 +86,7 @@ impl Module for Gru {
         })
     }
 
-    fn variables(&self) -> Vec<(String, Variable)> {
-        [below("input", &self.input), below("hidden", &self.hidden)].concat()
+    fn parts(&self) -> Parts<'_> {
+        Parts::new().with("input", &self.input).with("hidden", &self.hidden)
     }
 }

@@ -358,12 +358,12 @@ pub static OPERATIONS: &[Operation] = operations! {
         "the largest of each window of rows and columns, size apart unless stride says otherwise",
         "max_pool2d(image, 2)", |a| {
             let size = a.count("size", 1)?;
-            Ok(a.tensor("x")?.max_pool2d(size, a.window(size)?))
+            Ok(a.tensor("x")?.max_pool2d_with(size, a.window(size)?))
         };
     "avg_pool2d"(x: Tensor, size: Int, stride: Int = "", padding: Int = "0") Composed differentiable Floats,
         "the mean of each window, padding included", "avg_pool2d(image, 3, stride=1, padding=1)", |a| {
             let size = a.count("size", 1)?;
-            Ok(a.tensor("x")?.avg_pool2d(size, a.window(size)?))
+            Ok(a.tensor("x")?.avg_pool2d_with(size, a.window(size)?))
         };
     "mse_loss"(x: Tensor, target: Tensor) Composed differentiable Floats, "the mean of squared differences",
         "mse_loss(x, y)", |a| Ok(a.tensor("x")?.mse_loss(&a.tensor("target")?));

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use super::{Caller, Tensor};
 use crate::dtype::DType;
-use crate::error::{ErrorKind, TensorError};
+use crate::error::{ErrorKind, TensorError, asked_at};
 use crate::graph::op::{FoldedAxis, Movement, ReduceOp};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
@@ -280,15 +280,27 @@ impl Tensor {
         made().unwrap_or_else(Tensor::holding)
     }
 
+    /// The largest of each window of `size` rows and columns, one window beside the other.
+    #[track_caller]
+    pub fn max_pool2d(&self, size: usize) -> Tensor {
+        self.max_pool2d_with(size, Window { stride: size, ..Window::default() })
+    }
+
     /// The largest of each window of `size` rows and columns.
     #[track_caller]
-    pub fn max_pool2d(&self, size: usize, window: Window) -> Tensor {
+    pub fn max_pool2d_with(&self, size: usize, window: Window) -> Tensor {
         self.pool(size, window, f64::NEG_INFINITY, ReduceOp::Max, "max_pool2d", Location::caller())
+    }
+
+    /// The mean of each window of `size` rows and columns, one window beside the other.
+    #[track_caller]
+    pub fn avg_pool2d(&self, size: usize) -> Tensor {
+        self.avg_pool2d_with(size, Window { stride: size, ..Window::default() })
     }
 
     /// The mean of each window of `size` rows and columns, its padding included.
     #[track_caller]
-    pub fn avg_pool2d(&self, size: usize, window: Window) -> Tensor {
+    pub fn avg_pool2d_with(&self, size: usize, window: Window) -> Tensor {
         let at = Location::caller();
         if !self.dtype().is_float() {
             return self.wrong_dtype("avg_pool2d", "floats", at);
@@ -388,10 +400,19 @@ impl Tensor {
         let made = || {
             self.sizes::<2>("cross_entropy", "logits [batch, classes]", at)?;
             target.sizes::<1>("cross_entropy", "targets [batch]", at)?;
+            if target.dtype() != DType::I64 {
+                let what = ErrorKind::WrongDType { found: target.dtype(), takes: "classes as i64: use .cast()" };
+                return Err(TensorError::new("cross_entropy", what, at));
+            }
+            let (batch, count) = (self.shape()[0], target.shape()[0]);
+            if batch != count {
+                let why = format!("logits of {batch} examples, and targets of {count}");
+                return Err(TensorError::new("cross_entropy", ErrorKind::BadArgument { why }, at));
+            }
             let right = self.log_softmax(1).gather(1, &target.unsqueeze(1));
             Ok(-right.mean(()))
         };
-        made().unwrap_or_else(Tensor::holding)
+        asked_at(at, made).unwrap_or_else(Tensor::holding)
     }
 
     /// Pieces of a size along an axis; the last may be smaller.
@@ -539,9 +560,9 @@ mod tests {
     fn pools_tables_and_pieces() {
         let x = Tensor::arange(0, 16, 1, DType::F32).reshape(&[1, 1, 4, 4]);
         let two = Window { stride: 2, ..Window::default() };
-        assert_eq!(x.max_pool2d(2, two).to_vec::<f32>().unwrap(), [5.0, 7.0, 13.0, 15.0]);
-        assert_eq!(x.avg_pool2d(2, two).to_vec::<f32>().unwrap(), [2.5, 4.5, 10.5, 12.5]);
-        let padded = (-&x - 1.0).max_pool2d(3, Window { stride: 3, padding: 1, dilation: 1 });
+        assert_eq!(x.max_pool2d_with(2, two).to_vec::<f32>().unwrap(), [5.0, 7.0, 13.0, 15.0]);
+        assert_eq!(x.avg_pool2d_with(2, two).to_vec::<f32>().unwrap(), [2.5, 4.5, 10.5, 12.5]);
+        let padded = (-&x - 1.0).max_pool2d_with(3, Window { stride: 3, padding: 1, dilation: 1 });
         assert_eq!(padded.to_vec::<f32>().unwrap(), [-1.0, -3.0, -9.0, -11.0]);
         let table = Tensor::arange(0, 6, 1, DType::F32).reshape(&[3, 2]);
         let index = Tensor::from_slice(&[2_i64, 0, 0, 1], &[2, 2]);
@@ -604,7 +625,7 @@ mod tests {
             let of = |dtype: DType| {
                 let both = [images.cast(dtype).with_grad(), filters.cast(dtype).with_grad()];
                 let maps = both[0].conv2d(&both[1], Convolution { rows, columns, groups: 1 });
-                let pooled = maps.relu().max_pool2d(pool.stride, pool) + maps.avg_pool2d(pool.stride, pool);
+                let pooled = maps.relu().max_pool2d_with(pool.stride, pool) + maps.avg_pool2d_with(pool.stride, pool);
                 let gradients = crate::autograd::grad(&pooled.square().sum(()), &[&both[0], &both[1]]).unwrap();
                 [pooled, gradients[0].clone(), gradients[1].clone()].map(|tensor| tensor.to_f64().unwrap())
             };

@@ -178,12 +178,16 @@ impl Tensor {
             let fits = left.rank() >= 2 && right.rank() >= 2 && left[left.rank() - 1] == right[right.rank() - 2];
             let heads = |shape: &Shape| Shape::new(&shape[..shape.rank() - 2]);
             let both = if fits { heads(&left).zip(heads(&right)).and_then(|(a, b)| a.broadcast(&b)) } else { None };
-            let expected = || match left.rank() {
-                0 => "two matrices, and the left operand is a number,".to_owned(),
-                rank => format!("[…, {}, n] that goes with {left} on the left", left[rank - 1]),
+            let why = || match (left.rank(), right.rank()) {
+                (0, _) | (_, 0) => "a number is no matrix; multiply with *".to_owned(),
+                (1, _) | (_, 1) => "both need rows and columns".to_owned(),
+                (a, b) if left[a - 1] != right[b - 2] => {
+                    format!("the left has {} columns and the right {} rows", left[a - 1], right[b - 2])
+                }
+                _ => "what comes before rows and columns does not broadcast".to_owned(),
             };
             let both =
-                both.ok_or_else(|| error(ErrorKind::WrongShape { found: right.to_vec(), expected: expected() }))?;
+                both.ok_or_else(|| error(ErrorKind::BadArgument { why: format!("{left} times {right}: {}", why()) }))?;
             let join = |rows: usize, columns: usize| {
                 let mut sizes = both.to_vec();
                 sizes.extend([rows, columns]);
