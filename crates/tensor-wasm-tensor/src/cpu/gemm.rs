@@ -94,6 +94,21 @@ pub(super) trait Multiply: Copy + Default + Send + Sync + 'static {
     /// There are `count` lines of `steps` elements, `stride` apart, and there is room for `width` lines.
     unsafe fn pack_lines(lines: *const Self, stride: isize, count: usize, steps: usize, width: usize, to: *mut Self);
 
+    /// Turns a block round: `to[step * width + line]` for sixteen steps of lines, whose number is a multiple of sixteen,
+    /// and no more is written.
+    ///
+    /// # Safety
+    ///
+    /// There are so many lines, `stride` apart, and room for the block.
+    unsafe fn turn(lines: *const Self, stride: isize, count: usize, to: *mut Self, width: usize) {
+        for step in 0..16 {
+            for line in 0..count {
+                // SAFETY: the caller's promise.
+                unsafe { to.add(step * width + line).write(*lines.offset(signed(line) * stride).add(step)) };
+            }
+        }
+    }
+
     /// Packs elements from anywhere: `to[step * width + line]` is what lies at `lines[line] + steps[step]`; lines that
     /// are missing are zeros. May write as much as [`SLACK`] beyond.
     ///
@@ -148,6 +163,24 @@ impl Multiply for f32 {
         }
         // SAFETY: the caller's promise.
         unsafe { pack_plainly(lines, stride, count, steps, width, to) }
+    }
+
+    unsafe fn turn(lines: *const f32, stride: isize, count: usize, to: *mut f32, width: usize) {
+        #[cfg(target_arch = "x86_64")]
+        if std::is_x86_feature_detected!("avx512f") {
+            for first in (0..count).step_by(16) {
+                let lines = lines.wrapping_offset(signed(first) * stride);
+                // SAFETY: the caller's promise, and the instructions are there.
+                unsafe { x86::turn_avx512(lines, stride, to.add(first), width) };
+            }
+            return;
+        }
+        for step in 0..16 {
+            for line in 0..count {
+                // SAFETY: the caller's promise.
+                unsafe { to.add(step * width + line).write(*lines.offset(signed(line) * stride).add(step)) };
+            }
+        }
     }
 
     unsafe fn pack_gathered(from: *const f32, lines: &[i32], steps: &[i32], width: usize, to: *mut f32) {
@@ -334,6 +367,21 @@ mod x86 {
                     // overwritten by the next step, or nobody's.
                     unsafe { _mm512_storeu_ps(to, *column) };
                 }
+            }
+        }
+    }
+
+    /// Sixteen lines of sixteen elements.
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn turn_avx512(lines: *const f32, stride: isize, to: *mut f32, width: usize) {
+        let mut a = [_mm512_setzero_ps(); 16];
+        // SAFETY: the caller's promise.
+        unsafe {
+            for (n, a) in a.iter_mut().enumerate() {
+                *a = _mm512_loadu_ps(lines.offset(super::signed(n) * stride));
+            }
+            for (n, column) in transpose(a).iter().enumerate() {
+                _mm512_storeu_ps(to.add(n * width), *column);
             }
         }
     }

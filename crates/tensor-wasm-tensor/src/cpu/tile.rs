@@ -53,6 +53,9 @@ pub(crate) enum TileOp {
     Binary(BinaryOp, Class),
     /// The same with floats, of which one operand is a single element.
     BinaryWith(BinaryOp, Class, Single),
+    /// A sum or difference of floats, of which one operand is multiplied first: `a` by the single element `c`. It is
+    /// rounded twice, as if there were two operations.
+    Scaled(BinaryOp, Class, Scaled),
     Where(Class),
     /// From one type to another, as they are computed.
     Cast(DType, DType),
@@ -73,9 +76,35 @@ pub(crate) enum TileOp {
     Stream(Class),
 }
 
+impl TileOp {
+    /// What it costs for an element, in simple operations.
+    pub(crate) fn cost(self) -> usize {
+        match self {
+            TileOp::Unary(op, _) => match op {
+                UnaryOp::Neg | UnaryOp::Abs | UnaryOp::Sign | UnaryOp::Floor | UnaryOp::Round | UnaryOp::Not => 1,
+                UnaryOp::Recip | UnaryOp::Sqrt | UnaryOp::Rsqrt => 4,
+                _ => 12,
+            },
+            TileOp::Binary(op, _) | TileOp::BinaryWith(op, ..) => match op {
+                BinaryOp::Div => 4,
+                BinaryOp::Rem | BinaryOp::Pow => 40,
+                _ => 1,
+            },
+            _ => 1,
+        }
+    }
+}
+
 /// Which operand is the same for all elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Single {
+    Left,
+    Right,
+}
+
+/// Which operand is multiplied first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scaled {
     Left,
     Right,
 }
@@ -181,6 +210,11 @@ unsafe fn run_any(op: TileOp, args: &TileArgs) -> IsDefined {
                 Class::F64 => float_binary_with::<f64>(op, single, args),
                 _ => debug_assert!(false, "single elements are for floats"),
             },
+            TileOp::Scaled(op, class, scaled) => match class {
+                Class::F32 => float_scaled::<f32>(op, scaled, args),
+                Class::F64 => float_scaled::<f64>(op, scaled, args),
+                _ => debug_assert!(false, "scaled operands are for floats"),
+            },
             TileOp::Where(class) => match class.size() {
                 1 => choose_by::<u8>(args),
                 4 => choose_by::<u32>(args),
@@ -225,8 +259,12 @@ unsafe fn run_any(op: TileOp, args: &TileArgs) -> IsDefined {
 }
 
 /// Copies bytes past the caches, where whole lines are written.
+///
+/// # Safety
+///
+/// There are so many bytes of both, which do not overlap; [`end_stream`] comes after the last.
 #[inline(always)]
-unsafe fn stream(to: *mut u8, from: *const u8, bytes: usize) {
+pub(crate) unsafe fn stream(to: *mut u8, from: *const u8, bytes: usize) {
     let head = to.align_offset(64).min(bytes);
     let lines = (bytes - head) / 64;
     let tail = head + 64 * lines;
@@ -592,6 +630,19 @@ unsafe fn float_binary_with<T: FloatNumber>(op: BinaryOp, single: Single, args: 
             BinaryOp::Le => map2_with::<T, u8>(args, single, |a, b| u8::from(a <= b)),
             // As `takes_single` says.
             BinaryOp::Rem | BinaryOp::Pow | BinaryOp::And | BinaryOp::Or => {}
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn float_scaled<T: FloatNumber>(op: BinaryOp, scaled: Scaled, args: &TileArgs) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let by = args.c.cast::<T>().read();
+        match (op, scaled) {
+            (BinaryOp::Add, _) => map2::<T, T>(args, |a, b| a.times(by).plus(b)),
+            (_, Scaled::Left) => map2::<T, T>(args, |a, b| a.times(by).minus(b)),
+            (_, Scaled::Right) => map2::<T, T>(args, |a, b| b.minus(a.times(by))),
         }
     }
 }

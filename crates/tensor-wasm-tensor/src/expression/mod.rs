@@ -473,10 +473,10 @@ fn unknown(name: &str) -> String {
     let close: Vec<&str> =
         OPERATIONS.iter().collect::<Vec<_>>().iter().filter(is_close).map(|o| o.name).take(5).collect();
     match close[..] {
-        [] => {
-            let all: Vec<&str> = OPERATIONS.iter().map(|operation| operation.name).collect();
-            format!("there is no operation {name:?}; there are {}", all.join(" "))
-        }
+        [] => format!(
+            "there is no operation {name:?}; the guide and `tensor-wasm tensor ops` have the {} there are",
+            OPERATIONS.len()
+        ),
         _ => format!("there is no operation {name:?}; there is {}", close.join(", ")),
     }
 }

@@ -1,4 +1,5 @@
-//! The usual layers. What is wrong with what they are given is said of the line that made them: it says which one it is.
+//! The usual layers. What is wrong with what they are given is said of the line that made them, which says which one
+//! it is.
 
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -642,7 +642,7 @@ mod tests {
 
     #[test]
     fn large_results_are_whole_though_written_past_the_caches() {
-        for (rows, columns) in [(2049, 2051), (4_300_000, 1), (4200, 1000)] {
+        for (rows, columns) in [(2900, 2901), (8_400_000, 1), (8400, 1000)] {
             let (a, b) =
                 (Tensor::uniform(&[rows, columns], 1, DType::F32), Tensor::uniform(&[1, columns], 2, DType::F32));
             Tensor::realize_all(&[&a, &b]).unwrap();
@@ -650,6 +650,28 @@ mod tests {
             let (a, b) = (a.to_vec::<f32>().unwrap(), b.to_vec::<f32>().unwrap());
             let expected = |n: usize| a[n] * 2.0 + b[n % columns];
             assert_eq!((0..found.len()).find(|n| found[*n] != expected(*n)), None, "{rows} {columns}");
+        }
+    }
+
+    #[test]
+    fn what_lies_the_other_way_round_is_turned_in_blocks() {
+        // Whole blocks and what is left of them; alone, with something that lies straight, and with numbers of places.
+        for (rows, columns) in [(64_usize, 64_usize), (70, 131), (1, 9000), (200, 33), (35, 700)] {
+            let count = i64::try_from(rows * columns).unwrap();
+            let shape = [rows.cast_signed(), columns.cast_signed()];
+            for dtype in [DType::F32, DType::F64, DType::I32, DType::U8, DType::F16] {
+                let a = (Tensor::arange(0, count, 1, DType::I64) % 101).cast(dtype).reshape(&shape);
+                a.realize().unwrap();
+                let expected = |n: usize| (((n % rows) * columns + n / rows) % 101) as f64;
+                let turned = a.t().contiguous().to_f64().unwrap();
+                assert_eq!((0..turned.len()).find(|n| turned[*n] != expected(*n)), None, "{rows} {columns} {dtype}");
+                let straight = a.reshape(&[shape[1], shape[0]]);
+                let both = (straight.cast(DType::F64) + a.t().cast(DType::F64)) * 2.0;
+                let places = Tensor::arange(0, count, 1, DType::I64).reshape(&[shape[1], shape[0]]).cast(DType::F64);
+                let sums = (both + places).to_f64().unwrap();
+                let sum = |n: usize| ((n % 101) as f64 + expected(n)) * 2.0 + n as f64;
+                assert_eq!((0..sums.len()).find(|n| sums[*n] != sum(*n)), None, "{rows} {columns} {dtype}, a sum");
+            }
         }
     }
 }

@@ -198,21 +198,31 @@ fn settled(mean: &Tensor) -> Tensor {
     mean + LOST - LOST
 }
 
-/// The new means, and the step they make.
-fn adam(gradient: &Tensor, kept: &[Tensor], betas: (f64, f64), epsilon: f64, steps: i64) -> (Tensor, Vec<Tensor>) {
+/// How Adam goes on.
+struct AdamRates {
+    rate: f64,
+    betas: (f64, f64),
+    epsilon: f64,
+    steps: i64,
+}
+
+/// The new means, and how far they go.
+fn adam(gradient: &Tensor, kept: &[Tensor], rates: &AdamRates) -> (Tensor, Vec<Tensor>) {
+    let AdamRates { rate, betas, epsilon, steps } = *rates;
     let power = i32::try_from(steps).unwrap_or(i32::MAX);
     let mean = settled(&(&kept[0] * betas.0 + gradient * (1.0 - betas.0)));
     let square = settled(&(&kept[1] * betas.1 + gradient * gradient * (1.0 - betas.1)));
-    let root = (&square * (1.0 / (1.0 - betas.1.powi(power)))).sqrt() + epsilon;
-    (&mean * (1.0 / (1.0 - betas.0.powi(power))) / root, vec![mean, square])
+    // Both means are too small in the beginning; what makes up for it is one number for each.
+    let root = square.sqrt() * (1.0 / (1.0 - betas.1.powi(power)).sqrt()) + epsilon;
+    (&mean * (rate / (1.0 - betas.0.powi(power))) / root, vec![mean, square])
 }
 
 optimizer!(Adam, |own| {
     let Adam { learning_rate: rate, betas, epsilon, weight_decay, .. } = *own;
-    let steps = own.memory.steps;
+    let rates = AdamRates { rate, betas, epsilon, steps: own.memory.steps };
     own.memory.step(|value, gradient, kept| {
-        let (direction, kept) = adam(&decayed(gradient, value, weight_decay), kept, betas, epsilon, steps);
-        (value - direction * rate, kept)
+        let (way, kept) = adam(&decayed(gradient, value, weight_decay), kept, &rates);
+        (value - way, kept)
     })
 });
 
@@ -234,10 +244,10 @@ impl AdamW {
 
 optimizer!(AdamW, |own| {
     let AdamW { learning_rate: rate, betas, epsilon, weight_decay, .. } = *own;
-    let steps = own.memory.steps;
+    let rates = AdamRates { rate, betas, epsilon, steps: own.memory.steps };
     own.memory.step(|value, gradient, kept| {
-        let (direction, kept) = adam(gradient, kept, betas, epsilon, steps);
-        (value * (1.0 - rate * weight_decay) - direction * rate, kept)
+        let (way, kept) = adam(gradient, kept, &rates);
+        (value * (1.0 - rate * weight_decay) - way, kept)
     })
 });
 

@@ -3,7 +3,6 @@
 #![expect(unsafe_code, reason = "threads write parts of the same results, each its own")]
 
 use super::super::memory::CpuBuffer;
-use super::super::threads::parallel;
 use super::super::tile::{self, Class, TileArgs, TileOp};
 use super::run::{Part, Run};
 use super::{Accumulate, CHUNK};
@@ -85,11 +84,7 @@ impl Run<'_> {
             });
         };
         let chunks = items.div_ceil(at_once);
-        if items * inner.min(PIECE) * stretches < 2 * CHUNK {
-            (0..chunks).for_each(work)
-        } else {
-            parallel(chunks, &work)
-        }
+        self.share(rows * inner * stretches, chunks, &work);
         if pieces > 1 {
             let partials = partial.elements::<i64>();
             for row in 0..rows {
@@ -155,11 +150,7 @@ impl Run<'_> {
                 }
             });
         };
-        if elements < 2 * CHUNK {
-            (0..items).for_each(work)
-        } else {
-            parallel(items, &work)
-        }
+        self.share(elements, items, &work);
         if blocks > 1 {
             let partials = partial.elements::<i64>();
             for at in 0..outer * columns {

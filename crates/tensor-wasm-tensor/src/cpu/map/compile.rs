@@ -1,16 +1,20 @@
 //! From a kernel to a program: where every value is, and in which order it gets there.
 
-use super::super::tile::{self, Class, Single, TileOp};
+use super::super::tile::{self, Class, Scaled, Single, TileOp};
 use super::{
     Accumulate, Instruction, InstructionKind, Load, MapProgram, Register, STREAM_BYTES_MIN, Source, Strategy, Strides,
     TILE_MAX,
 };
 use crate::dtype::DType;
+use crate::graph::op::BinaryOp;
 use crate::schedule::plan::{BufferView, Level, MapKernel, ValueKind, has_planes, is_trailing};
 use crate::shape::Layout;
 
 /// Elements from which on it matters how a matrix is walked through.
 const BLOCKS_MIN: usize = 4096;
+
+/// Elements of a row from which on it is an operation by itself.
+const ROW_MIN: usize = 64;
 
 /// Makes a program from a kernel.
 pub(super) struct Compile<'k> {
@@ -29,6 +33,8 @@ pub(super) struct Compile<'k> {
     repeated: Vec<Option<Source>>,
     /// How many operands are still to be read from a value.
     uses: Vec<usize>,
+    /// Products with a number that are left to the sum they are for: what is multiplied, by which number.
+    left: Vec<Option<(usize, usize)>>,
 }
 
 impl<'k> Compile<'k> {
@@ -46,14 +52,18 @@ impl<'k> Compile<'k> {
         });
         let strategy = Compile::strategy(kernel);
         let has_planes = matches!(strategy, Strategy::Planes { .. });
+        let has_blocks = matches!(strategy, Strategy::Blocks { .. });
         let load = |(n, view): (usize, &BufferView)| {
             let is_full = level_of[n] == Level::Full;
             let shape = if is_full { kernel.space } else { kernel.rows() };
             let in_planes = has_planes && is_full;
-            let is_direct = view.layout.has_strides(&shape.strides()) && !in_planes;
+            let is_direct = view.layout.has_strides(&shape.strides()) && !in_planes && !has_blocks;
             let strides =
                 if in_planes { Strides::planes(&view.layout, kernel.reduced) } else { Strides::of(&view.layout) };
-            Load { strides, is_direct, bytes: view.dtype.size() }
+            let last = view.layout.shape.rank().saturating_sub(1);
+            let step = view.layout.strides().last().copied().unwrap_or(0);
+            let rows = if has_blocks { Strides::of(&view.layout.slice(last, 0, 1, 1)) } else { strides.clone() };
+            Load { strides, rows: (rows, step), is_direct, bytes: view.dtype.size() }
         };
         Compile {
             kernel,
@@ -68,6 +78,7 @@ impl<'k> Compile<'k> {
             at: vec![None; kernel.values.len()],
             repeated: vec![None; kernel.values.len()],
             uses,
+            left: vec![None; kernel.values.len()],
         }
     }
 
@@ -166,7 +177,7 @@ impl<'k> Compile<'k> {
         let store = self.kernel.stores.iter().position(|(stored, _)| *stored == value)?;
         // Where it takes the place of an operand, that may still be read: it is copied at the end.
         let is_in_place = self.kernel.in_place.get(store).copied().flatten().is_some();
-        let is_apart = self.has_planes() && self.kernel.values[value].level == Level::Full;
+        let is_apart = self.is_apart() && self.kernel.values[value].level == Level::Full;
         (!is_half && !is_in_place && !is_apart && !self.is_streamed(store)).then_some(store)
     }
 
@@ -178,6 +189,11 @@ impl<'k> Compile<'k> {
         let is_full = self.kernel.values[value].level == Level::Full;
         let is_half = matches!(self.kernel.values[value].dtype, DType::F16 | DType::BF16);
         bytes >= STREAM_BYTES_MIN && is_full && !is_in_place && !is_half && !self.has_planes()
+    }
+
+    /// Whether registers do not lie as results do.
+    fn is_apart(&self) -> bool {
+        matches!(self.strategy, Strategy::Planes { .. } | Strategy::Blocks { .. })
     }
 
     fn has_planes(&self) -> bool {
@@ -243,7 +259,7 @@ impl<'k> Compile<'k> {
                 class if self.is_streamed(store) => TileOp::Stream(class),
                 class => TileOp::Copy(class),
             };
-            if !(self.has_planes() && level == Level::Full) {
+            if !(self.is_apart() && level == Level::Full) {
                 self.push(InstructionKind::Tile(op, [at; 3]), level, Source::Result(store));
                 continue;
             }
@@ -256,8 +272,9 @@ impl<'k> Compile<'k> {
             self.push(InstructionKind::Scatter(from, store, strides), level, Source::Result(store));
         }
         let is_streamed = (0..self.kernel.stores.len()).any(|store| self.is_streamed(store));
+        let cost = self.instructions.iter().map(|instruction| instruction.kind.cost()).sum::<usize>().max(1);
         let Compile { strategy, loads, instructions, singles, constants, registers, row_registers, .. } = self;
-        MapProgram { instructions, singles, constants, registers, row_registers, loads, strategy, is_streamed }
+        MapProgram { instructions, singles, constants, registers, row_registers, loads, strategy, is_streamed, cost }
     }
 
     fn value(&mut self, n: usize) {
@@ -316,6 +333,15 @@ impl<'k> Compile<'k> {
                 self.tile(n, TileOp::Unary(op, class), &[a])
             }
             ValueKind::Binary(op, a, b) => {
+                if let Some(factors) = self.factors(n) {
+                    self.left[n] = Some(factors);
+                    return;
+                }
+                if self.left[a].or(self.left[b]).is_some() {
+                    let at = self.scaled(n, op, a, b);
+                    self.at[n] = Some(at);
+                    return;
+                }
                 let class = self.class(a);
                 let is_single = |value: usize| matches!(self.at[value], Some(Source::Single(_)));
                 let single = match (is_single(a), is_single(b)) {
@@ -324,6 +350,12 @@ impl<'k> Compile<'k> {
                     (false, true) => Some(Single::Right),
                     _ => None,
                 };
+                if single.is_none()
+                    && let Some(at) = self.with_rows(n, op, a, b)
+                {
+                    self.at[n] = Some(at);
+                    return;
+                }
                 let op = match single {
                     Some(single) => TileOp::BinaryWith(op, class, single),
                     None => TileOp::Binary(op, class),
@@ -337,6 +369,70 @@ impl<'k> Compile<'k> {
             }
         };
         self.at[n] = Some(at);
+    }
+
+    /// An operation on whole rows and what is one a row, which need not be repeated then. Short rows are not worth it.
+    fn with_rows(&mut self, n: usize, op: BinaryOp, a: usize, b: usize) -> Option<Source> {
+        let Strategy::Rows { inner, .. } = self.strategy else { return None };
+        let of = |value: usize| (self.kernel.values[value].level, self.repeated[value].is_none());
+        let (single, full, row) = match (of(a), of(b)) {
+            ((Level::Row, true), (Level::Full, _)) => (Single::Left, b, a),
+            ((Level::Full, _), (Level::Row, true)) => (Single::Right, a, b),
+            _ => return None,
+        };
+        let (operand, class) = (self.class(a), self.class(n));
+        if inner < ROW_MIN || self.kernel.values[n].level != Level::Full || !tile::takes_single(op, operand) {
+            return None;
+        }
+        let (from, by) = (self.operand(full, Level::Full), self.at[row]?);
+        let to = match self.result(n) {
+            Some(store) => Source::Result(store),
+            None => self.register(Level::Full, class.size()),
+        };
+        [a, b].into_iter().for_each(|operand| self.done_with(operand));
+        let kind = InstructionKind::WithRows(TileOp::BinaryWith(op, operand, single), single, from, by);
+        self.push(kind, Level::Full, to);
+        Some(self.rounded(n, to))
+    }
+
+    /// What is multiplied by which number, if a value is such a product and is used once, by a sum or difference that
+    /// can do both in one pass.
+    fn factors(&self, n: usize) -> Option<(usize, usize)> {
+        let value = &self.kernel.values[n];
+        let ValueKind::Binary(BinaryOp::Mul, a, b) = value.kind else { return None };
+        let is_single = |value: usize| matches!(self.at[value], Some(Source::Single(_)));
+        let (factor, by) = match (is_single(a), is_single(b)) {
+            (false, true) => (a, b),
+            (true, false) => (b, a),
+            _ => return None,
+        };
+        let is_stored = self.kernel.stores.iter().any(|(stored, _)| *stored == n);
+        if self.uses[n] != 1 || is_stored || !matches!(value.dtype, DType::F32 | DType::F64) {
+            return None;
+        }
+        let user = self.kernel.values.iter().find(|user| user.kind.operands().any(|operand| operand == n))?;
+        let ValueKind::Binary(BinaryOp::Add | BinaryOp::Sub, p, q) = user.kind else { return None };
+        let other = if p == n { q } else { p };
+        // A number that is added is an operation of its own, and only one operand is multiplied on the way.
+        let is_free = other != n && !is_single(other) && self.left[other].is_none();
+        let is_number = matches!(self.kernel.values[other].kind, ValueKind::Fill(_));
+        (user.level == value.level && is_free && !is_number).then_some((factor, by))
+    }
+
+    /// A sum or difference, one of whose operands is such a product.
+    fn scaled(&mut self, n: usize, op: BinaryOp, a: usize, b: usize) -> Source {
+        let (product, other, scaled) =
+            if self.left[a].is_some() { (a, b, Scaled::Left) } else { (b, a, Scaled::Right) };
+        let (class, level) = (self.class(n), self.kernel.values[n].level);
+        let (factor, by) = self.left[product].unwrap_or((other, other));
+        let from = [self.operand(factor, level), self.operand(other, level), self.at[by].unwrap_or(Source::Single(0))];
+        let to = match self.result(n) {
+            Some(store) => Source::Result(store),
+            None => self.register(level, class.size()),
+        };
+        [factor, by, other, product].into_iter().for_each(|value| self.done_with(value));
+        self.push(InstructionKind::Tile(TileOp::Scaled(op, class, scaled), from), level, to);
+        to
     }
 
     /// Half precision is rounded after each operation: a value is the same whether it was stored in between or not.

@@ -13,7 +13,7 @@ use std::sync::atomic::AtomicBool;
 use self::compile::Compile;
 pub(super) use self::run::{Run, register_of};
 use super::execute::Buffers;
-use super::tile::{Class, TileOp};
+use super::tile::{Class, Single, TileOp};
 use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::Storage;
@@ -30,10 +30,14 @@ const TILE_MAX: usize = 2048;
 /// Bytes of a result from which on it is written past the caches: it would not stay there until it is read, and a line
 /// that is written through a cache is read first. On the machine this was measured on, the sum of two matrices of 4096²
 /// takes 6.3 ms this way and 9.2 ms the other.
-const STREAM_BYTES_MIN: usize = 16 << 20;
+const STREAM_BYTES_MIN: usize = 32 << 20;
 
-/// Elements that one thread takes at once. Below twice as many, nobody else is asked.
+/// Elements that one thread takes at once.
 const CHUNK: usize = 32 << 10;
+
+/// Work, in simple operations on elements, below which nobody else is asked: waking somebody and waiting for them
+/// takes as long as this.
+const WORK_MIN: usize = 256 << 10;
 
 /// A kernel, ready to run.
 #[derive(Debug)]
@@ -51,6 +55,8 @@ pub(crate) struct MapProgram {
     strategy: Strategy,
     /// Whether it writes past the caches.
     is_streamed: bool,
+    /// What an element costs, in simple operations.
+    cost: usize,
 }
 
 type Register = usize;
@@ -109,6 +115,9 @@ enum InstructionKind {
     Gather(usize),
     Iota(Strides),
     Random(usize, Strides),
+    /// With floats of which one operand is one a row: which operation, which operand, what there is for each point, and
+    /// what there is for each row.
+    WithRows(TileOp, Single, Source, Source),
     /// From one element a row to one a point.
     Repeat(Class, Source),
     /// From one element a point to one a row.
@@ -117,9 +126,23 @@ enum InstructionKind {
     Scatter(Source, usize, Strides),
 }
 
+impl InstructionKind {
+    /// What it costs for an element, in simple operations.
+    fn cost(&self) -> usize {
+        match self {
+            InstructionKind::Tile(op, _) | InstructionKind::WithRows(op, ..) => op.cost(),
+            InstructionKind::Gather(_) | InstructionKind::Scatter(..) => 4,
+            InstructionKind::Iota(_) | InstructionKind::Repeat(..) | InstructionKind::Reduce(..) => 1,
+            InstructionKind::Random(..) => 40,
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq)]
 struct Load {
     strides: Strides,
+    /// By rows of a matrix: where they begin, and how far its columns are apart.
+    rows: (Strides, isize),
     is_direct: bool,
     bytes: usize,
 }

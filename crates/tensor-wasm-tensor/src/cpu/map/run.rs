@@ -4,19 +4,20 @@
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::super::gemm::Multiply;
 use super::super::memory::ALIGN;
 use super::super::threads::parallel;
-use super::super::tile::{self, Class, TileArgs, TileOp};
-use super::{CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strategy, Strides, signed};
+use super::super::tile::{self, Class, Single, TileArgs, TileOp};
+use super::{
+    CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strategy, Strides, TILE_MAX, WORK_MIN, signed,
+};
 use crate::dtype::{DType, Scalar};
 use crate::error::ErrorKind;
 use crate::random;
 use crate::schedule::plan::{Level, Parameter};
 
-/// Rows and columns of a block: as many rows as a cache line has elements of single precision, and as many columns as
-/// such lines stay in the first-level cache.
+/// Rows of a block: as many as a cache line has elements of single precision.
 const BLOCK_ROWS: usize = 16;
-const BLOCK_COLUMNS: usize = 256;
 
 /// One run of a program.
 pub(in crate::cpu) struct Run<'r> {
@@ -47,6 +48,13 @@ const SCRATCH_KEPT: usize = 1 << 18;
 
 thread_local! {
     static SCRATCH: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A part of a matrix of `width` columns.
+struct Block {
+    rows: std::ops::Range<usize>,
+    columns: std::ops::Range<usize>,
+    width: usize,
 }
 
 /// A part of the space.
@@ -93,27 +101,107 @@ impl Run<'_> {
     fn linear(&self, count: usize) {
         let chunk = CHUNK.next_multiple_of(self.program.tile(count));
         let work = |n: usize| self.range(n * chunk, chunk.min(count - n * chunk));
-        if count < 2 * CHUNK {
-            (0..count.div_ceil(chunk)).for_each(work)
+        self.share(count, count.div_ceil(chunk), &work);
+    }
+
+    /// Does items of a space of so many elements, with others if it is worth it.
+    pub(super) fn share(&self, count: usize, items: usize, work: &(dyn Fn(usize) + Sync)) {
+        if count.saturating_mul(self.program.cost) < WORK_MIN {
+            (0..items).for_each(work)
         } else {
-            parallel(count.div_ceil(chunk), &work)
+            parallel(items, work)
         }
     }
 
     fn blocks(&self, rows: usize, columns: usize) {
-        let tile = self.program.tile(columns.min(BLOCK_COLUMNS));
+        // As many columns as a tile has room for in sixteen rows, in whole vectors.
+        let wide = (self.program.tile(TILE_MAX) / BLOCK_ROWS).max(1);
+        let wide = if wide >= 16 { wide & !15 } else { wide };
         let bands = rows.div_ceil(BLOCK_ROWS);
         let work = |band: usize| {
-            self.with_tiles(tile, 1, |tiles| {
-                for column in (0..columns).step_by(tile) {
-                    for row in band * BLOCK_ROWS..((band + 1) * BLOCK_ROWS).min(rows) {
-                        let (start, count) = (row * columns + column, tile.min(columns - column));
-                        self.part(tiles, Part { start, count, first_row: 0, rows: 0 });
-                    }
+            self.with_tiles(wide * BLOCK_ROWS, 1, |tiles| {
+                let band = band * BLOCK_ROWS..((band + 1) * BLOCK_ROWS).min(rows);
+                for first in (0..columns).step_by(wide) {
+                    let block =
+                        Block { rows: band.clone(), columns: first..(first + wide).min(columns), width: columns };
+                    self.block(tiles, &block);
                 }
             });
         };
-        if rows * columns < 2 * CHUNK { (0..bands).for_each(work) } else { parallel(bands, &work) }
+        self.share(rows * columns, bands, &work);
+    }
+
+    /// Computes one block of a matrix: registers have its rows, one after the other.
+    fn block(&self, tiles: &Tiles, block: &Block) {
+        let (high, wide) = (block.rows.len(), block.columns.len());
+        for instruction in &self.program.instructions {
+            let at = |source: Source| self.address(tiles, source, 0);
+            let start = |row: usize| (block.rows.start + row) * block.width + block.columns.start;
+            match &instruction.kind {
+                InstructionKind::Tile(op, from) => {
+                    let [a, b, c] = from.map(|from| at(from).cast_const());
+                    let args = TileArgs { to: at(instruction.to), a, b, c, n: high * wide, count: 1 };
+                    // SAFETY: registers have room for a block; nothing else is read or written.
+                    if !unsafe { tile::run(*op, &args) } {
+                        self.is_defined.store(false, Ordering::Relaxed);
+                    }
+                }
+                InstructionKind::Gather(load) => {
+                    let Load { rows, bytes, .. } = &self.program.loads[*load];
+                    let (from, to) = (self.loads[*load], at(instruction.to));
+                    // SAFETY: the layout was checked to stay inside of the buffer, and the register has room.
+                    unsafe {
+                        match bytes {
+                            1 => gather_block::<u8>(rows, from, to, block),
+                            2 => gather_block::<u16>(rows, from, to, block),
+                            4 => gather_block::<u32>(rows, from, to, block),
+                            _ => gather_block::<u64>(rows, from, to, block),
+                        }
+                    }
+                }
+                InstructionKind::Scatter(from, result, _) => {
+                    let (from, bytes) = (at(*from).cast_const(), self.sizes[*result]);
+                    for row in 0..high {
+                        let from = from.wrapping_add(row * wide * bytes);
+                        let to = self.results[*result].wrapping_add(start(row) * bytes);
+                        // SAFETY: the result has an element for each point of the space.
+                        unsafe {
+                            if self.program.is_streamed {
+                                tile::stream(to, from, wide * bytes);
+                            } else {
+                                to.copy_from_nonoverlapping(from, wide * bytes);
+                            }
+                        }
+                    }
+                }
+                InstructionKind::Iota(strides) => {
+                    let to = at(instruction.to).cast::<i64>();
+                    for row in 0..high {
+                        strides.runs(start(row), wide, |done, position, step, run| {
+                            for i in 0..run {
+                                // SAFETY: the register has room for all of them.
+                                unsafe { to.add(row * wide + done + i).write((position + signed(i) * step) as i64) };
+                            }
+                        });
+                    }
+                }
+                InstructionKind::Random(parameter, strides) => {
+                    let Some(Parameter::Seed(seed)) = self.parameters.get(*parameter) else { continue };
+                    let to = at(instruction.to).cast::<f32>();
+                    for row in 0..high {
+                        strides.runs(start(row), wide, |done, position, step, run| {
+                            for i in 0..run {
+                                let number = (position + signed(i) * step).unsigned_abs() as u64;
+                                // SAFETY: the register has room for all of them.
+                                unsafe { to.add(row * wide + done + i).write(random::uniform(*seed, number)) };
+                            }
+                        });
+                    }
+                }
+                // There are no rows that are reduced.
+                InstructionKind::Repeat(..) | InstructionKind::Reduce(..) | InstructionKind::WithRows(..) => {}
+            }
+        }
     }
 
     fn rows(&self, rows: usize, inner: usize) {
@@ -133,7 +221,7 @@ impl Run<'_> {
             });
         };
         let chunks = rows.div_ceil(chunk);
-        if rows * inner < 2 * CHUNK { (0..chunks).for_each(work) } else { parallel(chunks, &work) }
+        self.share(rows * inner, chunks, &work);
     }
 
     /// Has a thread's tiles ready, with constants in them.
@@ -202,6 +290,17 @@ impl Run<'_> {
             let planes = part.count / part.rows.max(1);
             match &instruction.kind {
                 InstructionKind::Tile(op, from) => args(*op, from.map(|from| at(from).cast_const()), n, 1),
+                InstructionKind::WithRows(op, single, full, row) => {
+                    let TileOp::BinaryWith(_, class, _) = op else { continue };
+                    let (full, row) = (at(*full), self.address(tiles, *row, part.first_row));
+                    let (size, result) = (class.size(), self.size(instruction.to));
+                    for n in 0..part.rows {
+                        let full = full.wrapping_add(n * planes * size).cast_const();
+                        let row = row.wrapping_add(n * size).cast_const();
+                        let from = if *single == Single::Left { [row, full, row] } else { [full, row, row] };
+                        args_to(to.wrapping_add(n * planes * result), *op, from, planes, 1);
+                    }
+                }
                 InstructionKind::Repeat(class, from) => {
                     let from = self.address(tiles, *from, part.first_row).cast_const();
                     if has_planes {
@@ -277,6 +376,15 @@ impl Run<'_> {
         }
     }
 
+    /// Bytes of an element of what an instruction writes.
+    fn size(&self, to: Source) -> usize {
+        match to {
+            Source::Register(register) => self.program.registers[register],
+            Source::Result(result) => self.sizes[result],
+            Source::RowRegister(_) | Source::Single(_) | Source::Memory(_) => 0,
+        }
+    }
+
     /// Where something begins, for an instruction that works on elements from `start` on.
     pub(super) fn address(&self, tiles: &Tiles, source: Source, start: usize) -> *mut u8 {
         match source {
@@ -333,6 +441,35 @@ impl Tiles {
     fn register(&self, register: Register) -> *mut u8 {
         // SAFETY: it is inside of the thread's tiles.
         unsafe { self.start.add(self.registers[register]) }
+    }
+}
+
+/// Collects the elements of a block, row by row; where its columns are what lies together, sixteen of them at a time.
+///
+/// # Safety
+///
+/// Every position is inside of what `from` is the beginning of, and there is room for the block.
+unsafe fn gather_block<T: Copy>((rows, step): &(Strides, isize), from: *const u8, to: *mut u8, block: &Block) {
+    let (from, to) = (from.cast::<T>(), to.cast::<T>());
+    let (high, wide) = (block.rows.len(), block.columns.len());
+    let mut starts = [0_isize; BLOCK_ROWS];
+    rows.runs(block.rows.start, high, |done, position, row_step, run| {
+        for (n, start) in starts[done..done + run].iter_mut().enumerate() {
+            *start = position + signed(n) * row_step + signed(block.columns.start) * step;
+        }
+    });
+    let lies_by_column = high == BLOCK_ROWS && starts.windows(2).all(|pair| pair[1] == pair[0] + 1);
+    let turned = if lies_by_column && size_of::<T>() == 4 && *step != 1 { wide & !15 } else { 0 };
+    // SAFETY: the caller's promise.
+    unsafe {
+        f32::turn(from.offset(starts[0]).cast(), *step, turned, to.cast(), wide);
+        for (row, start) in starts[..high].iter().enumerate() {
+            let (from, to) = (from.offset(*start), to.add(row * wide));
+            match step {
+                1 => to.copy_from_nonoverlapping(from, wide),
+                step => (turned..wide).for_each(|n| to.add(n).write(from.offset(signed(n) * step).read())),
+            }
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! A perceptron (784, 128, 10) trained for some steps on numbers made by chance. Prints the last loss.
+//! A perceptron (784, 128, 10) trained for some steps on numbers made by chance. Prints the first loss and the last.
 
 use tensor_wasm_tensor::nn::{Linear, Module, Sequential, function};
 use tensor_wasm_tensor::{DType, Optimizer, Result, Sgd, Tensor};
@@ -11,13 +11,13 @@ fn main() -> Result<()> {
     let mut optimizer = Sgd::new(&model.parameters(), 0.05);
     let inputs = Tensor::uniform(&[64, 784], 3, DType::F32);
     let targets = (Tensor::uniform(&[64], 4, DType::F32) * 10.0).cast(DType::I64);
-    let mut last = 0.0;
+    let mut losses = Vec::new();
     for _ in 0..100 {
         let loss = model.forward(&inputs).cross_entropy(&targets);
         loss.backward()?;
         optimizer.step()?;
-        last = loss.item::<f32>()?;
+        losses.push(loss.item::<f32>()?);
     }
-    println!("{last}");
+    println!("{} {}", losses[0], losses[losses.len() - 1]);
     Ok(())
 }
