@@ -3,7 +3,7 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
-use tensor_wasm_tensor::{Convolution, DType, Tensor, Window};
+use tensor_wasm_tensor::{Convolution, DType, Tensor};
 
 fn random(sizes: &[usize], seed: u64) -> Tensor {
     let tensor = Tensor::uniform(sizes, seed, DType::F32);
@@ -46,7 +46,6 @@ fn tensors(criterion: &mut Criterion) {
     let (images, filters) = (random(&[32, 1, 28, 28], 4), random(&[16, 1, 5, 5], 5));
     measure(criterion, "conv2d", "32x1x28x28", || images.conv2d(&filters, Convolution::default()));
     let maps = random(&[32, 16, 24, 24], 6);
-    let window = Window { stride: 2, ..Window::default() };
     measure(criterion, "max_pool2d", "32x16x24x24", || maps.max_pool2d(2));
     let one = random(&[], 7);
     measure(criterion, "scalar", "operator", || &one + 1.0);

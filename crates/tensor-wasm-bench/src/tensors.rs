@@ -316,7 +316,11 @@ pub(crate) fn compare(rounds: usize, only: Option<&str>) -> anyhow::Result<()> {
         peers.push(Peer::start(name, &mut Command::new(&rust))?);
     }
     let mut report = Report::new("tensors");
-    for (row, mut run) in ours().into_iter().filter(|(row, _)| only.is_none_or(|only| row.contains(only))) {
+    let names: Vec<String> = ours().into_iter().map(|(row, _)| row).collect();
+    for row in names.into_iter().filter(|row| only.is_none_or(|only| row.contains(only))) {
+        // Made anew for each row, as peers make theirs: what lies untouched for minutes is taken out of memory by some
+        // machines, comes back in small pages, and is two or three times slower from then on.
+        let Some((_, mut run)) = ours().into_iter().find(|(name, _)| *name == row) else { continue };
         let mut own = Vec::new();
         let mut others: BTreeMap<&str, Vec<f64>> = BTreeMap::new();
         let mut copies = Vec::new();

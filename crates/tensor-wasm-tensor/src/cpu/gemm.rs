@@ -94,8 +94,8 @@ pub(super) trait Multiply: Copy + Default + Send + Sync + 'static {
     /// There are `count` lines of `steps` elements, `stride` apart, and there is room for `width` lines.
     unsafe fn pack_lines(lines: *const Self, stride: isize, count: usize, steps: usize, width: usize, to: *mut Self);
 
-    /// Turns a block round: `to[step * width + line]` for sixteen steps of lines, whose number is a multiple of sixteen,
-    /// and no more is written.
+    /// Turns a block round: `to[step * width + line]` for sixteen steps of lines, of which there is a multiple of
+    /// sixteen, and no more is written.
     ///
     /// # Safety
     ///

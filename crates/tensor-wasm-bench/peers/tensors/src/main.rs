@@ -162,12 +162,13 @@ fn median(run: &mut dyn FnMut(), slice: Duration) -> u128 {
 
 fn main() {
     let which = std::env::args().nth(1).unwrap_or_default();
-    let mut rows = match which.as_str() {
-        "ndarray" => ndarray_rows(),
-        "candle" => candle_rows(),
-        "burn" => burn_rows(),
+    let make = match which.as_str() {
+        "ndarray" => ndarray_rows,
+        "candle" => candle_rows,
+        "burn" => burn_rows,
         other => panic!("{other:?} is none of ndarray, candle, burn"),
     };
+    let (mut rows, mut last) = (make(), String::new());
     let answer = |text: String| {
         println!("{text}");
         let _ = std::io::stdout().flush();
@@ -176,6 +177,12 @@ fn main() {
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
         let (name, slice) = line.split_once(' ').unwrap_or((&line, "100"));
         let slice = Duration::from_millis(slice.parse().unwrap_or(100));
+        // Fresh memory for each row: `compare` says why.
+        if name != last && rows.contains_key(name) {
+            rows.clear();
+            rows = make();
+            last = name.to_owned();
+        }
         answer(rows.get_mut(name).map_or("none".to_owned(), |run| median(run, slice).to_string()));
     }
 }
