@@ -37,7 +37,7 @@ const CHUNK: usize = 32 << 10;
 
 /// Work, in simple operations on elements, below which nobody else is asked: waking somebody and waiting for them
 /// takes as long as this.
-const WORK_MIN: usize = 256 << 10;
+const WORK_MIN: usize = 64 << 10;
 
 /// A kernel, ready to run.
 #[derive(Debug)]
