@@ -318,8 +318,8 @@ pub(crate) fn compare(rounds: usize, only: Option<&str>) -> anyhow::Result<()> {
     let mut report = Report::new("tensors");
     let names: Vec<String> = ours().into_iter().map(|(row, _)| row).collect();
     for row in names.into_iter().filter(|row| only.is_none_or(|only| row.contains(only))) {
-        // Made anew for each row, as peers make theirs: what lies untouched for minutes is taken out of memory by some
-        // machines, comes back in small pages, and is two or three times slower from then on.
+        // Made anew for each row, as peers make theirs: made once at the start, some rows took two or three times as
+        // long in a whole run as alone. Why was not found out; the guess is memory that was idle for minutes.
         let Some((_, mut run)) = ours().into_iter().find(|(name, _)| *name == row) else { continue };
         let mut own = Vec::new();
         let mut others: BTreeMap<&str, Vec<f64>> = BTreeMap::new();

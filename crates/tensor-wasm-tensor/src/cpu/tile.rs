@@ -52,10 +52,10 @@ pub(crate) enum TileOp {
     Unary(UnaryOp, Class),
     Binary(BinaryOp, Class),
     /// The same with floats, of which one operand is a single element.
-    BinaryWith(BinaryOp, Class, Single),
+    BinaryWith(BinaryOp, Class, Side),
     /// A sum or difference of floats, of which one operand is multiplied first: `a` by the single element `c`. It is
     /// rounded twice, as if there were two operations.
-    Scaled(BinaryOp, Class, Scaled),
+    Scaled(BinaryOp, Class, Side),
     Where(Class),
     /// From one type to another, as they are computed.
     Cast(DType, DType),
@@ -95,16 +95,9 @@ impl TileOp {
     }
 }
 
-/// Which operand is the same for all elements.
+/// Which of two operands is meant: the one that is a single element, or the one that is multiplied first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Single {
-    Left,
-    Right,
-}
-
-/// Which operand is multiplied first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Scaled {
+pub(crate) enum Side {
     Left,
     Right,
 }
@@ -347,15 +340,15 @@ unsafe fn map2<A: Copy, D: Copy>(args: &TileArgs, f: impl Fn(A, A) -> D) {
 }
 
 #[inline(always)]
-unsafe fn map2_with<A: Copy, D: Copy>(args: &TileArgs, single: Single, f: impl Fn(A, A) -> D) {
+unsafe fn map2_with<A: Copy, D: Copy>(args: &TileArgs, single: Side, f: impl Fn(A, A) -> D) {
     // SAFETY: the caller's promise.
     unsafe {
         match single {
-            Single::Left => {
+            Side::Left => {
                 let a = args.a.cast::<A>().read();
                 map::<A, D>(&TileArgs { a: args.b, ..*args }, |b| f(a, b));
             }
-            Single::Right => {
+            Side::Right => {
                 let b = args.b.cast::<A>().read();
                 map::<A, D>(args, |a| f(a, b));
             }
@@ -615,7 +608,7 @@ pub(crate) fn takes_single(op: BinaryOp, class: Class) -> bool {
 }
 
 #[inline(always)]
-unsafe fn float_binary_with<T: FloatNumber>(op: BinaryOp, single: Single, args: &TileArgs) {
+unsafe fn float_binary_with<T: FloatNumber>(op: BinaryOp, single: Side, args: &TileArgs) {
     // SAFETY: the caller's promise.
     unsafe {
         match op {
@@ -635,14 +628,14 @@ unsafe fn float_binary_with<T: FloatNumber>(op: BinaryOp, single: Single, args: 
 }
 
 #[inline(always)]
-unsafe fn float_scaled<T: FloatNumber>(op: BinaryOp, scaled: Scaled, args: &TileArgs) {
+unsafe fn float_scaled<T: FloatNumber>(op: BinaryOp, scaled: Side, args: &TileArgs) {
     // SAFETY: the caller's promise.
     unsafe {
         let by = args.c.cast::<T>().read();
         match (op, scaled) {
             (BinaryOp::Add, _) => map2::<T, T>(args, |a, b| a.times(by).plus(b)),
-            (_, Scaled::Left) => map2::<T, T>(args, |a, b| a.times(by).minus(b)),
-            (_, Scaled::Right) => map2::<T, T>(args, |a, b| b.minus(a.times(by))),
+            (_, Side::Left) => map2::<T, T>(args, |a, b| a.times(by).minus(b)),
+            (_, Side::Right) => map2::<T, T>(args, |a, b| b.minus(a.times(by))),
         }
     }
 }

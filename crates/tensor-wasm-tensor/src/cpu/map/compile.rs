@@ -1,6 +1,6 @@
 //! From a kernel to a program: where every value is, and in which order it gets there.
 
-use super::super::tile::{self, Class, Scaled, Single, TileOp};
+use super::super::tile::{self, Class, Side, TileOp};
 use super::{
     Accumulate, Instruction, InstructionKind, Load, MapProgram, Register, STREAM_BYTES_MIN, Source, Strategy, Strides,
     TILE_MAX,
@@ -346,8 +346,8 @@ impl<'k> Compile<'k> {
                 let is_single = |value: usize| matches!(self.at[value], Some(Source::Single(_)));
                 let single = match (is_single(a), is_single(b)) {
                     _ if !tile::takes_single(op, class) => None,
-                    (true, false) => Some(Single::Left),
-                    (false, true) => Some(Single::Right),
+                    (true, false) => Some(Side::Left),
+                    (false, true) => Some(Side::Right),
                     _ => None,
                 };
                 if single.is_none()
@@ -376,8 +376,8 @@ impl<'k> Compile<'k> {
         let Strategy::Rows { inner, .. } = self.strategy else { return None };
         let of = |value: usize| (self.kernel.values[value].level, self.repeated[value].is_none());
         let (single, full, row) = match (of(a), of(b)) {
-            ((Level::Row, true), (Level::Full, _)) => (Single::Left, b, a),
-            ((Level::Full, _), (Level::Row, true)) => (Single::Right, a, b),
+            ((Level::Row, true), (Level::Full, _)) => (Side::Left, b, a),
+            ((Level::Full, _), (Level::Row, true)) => (Side::Right, a, b),
             _ => return None,
         };
         let (operand, class) = (self.class(a), self.class(n));
@@ -421,8 +421,7 @@ impl<'k> Compile<'k> {
 
     /// A sum or difference, one of whose operands is such a product.
     fn scaled(&mut self, n: usize, op: BinaryOp, a: usize, b: usize) -> Source {
-        let (product, other, scaled) =
-            if self.left[a].is_some() { (a, b, Scaled::Left) } else { (b, a, Scaled::Right) };
+        let (product, other, scaled) = if self.left[a].is_some() { (a, b, Side::Left) } else { (b, a, Side::Right) };
         let (class, level) = (self.class(n), self.kernel.values[n].level);
         let (factor, by) = self.left[product].unwrap_or((other, other));
         let from = [self.operand(factor, level), self.operand(other, level), self.at[by].unwrap_or(Source::Single(0))];
@@ -457,8 +456,8 @@ impl<'k> Compile<'k> {
         let mut from = [Source::Register(0); 3];
         for (n, operand) in operands.iter().enumerate() {
             let is_single = match op {
-                TileOp::BinaryWith(_, _, Single::Left) => n == 0,
-                TileOp::BinaryWith(_, _, Single::Right) => n == 1,
+                TileOp::BinaryWith(_, _, Side::Left) => n == 0,
+                TileOp::BinaryWith(_, _, Side::Right) => n == 1,
                 _ => false,
             };
             let single = self.at[*operand].filter(|_| is_single);

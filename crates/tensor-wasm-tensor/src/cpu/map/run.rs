@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::super::gemm::Multiply;
 use super::super::memory::ALIGN;
 use super::super::threads::parallel;
-use super::super::tile::{self, Class, Single, TileArgs, TileOp};
+use super::super::tile::{self, Class, Side, TileArgs, TileOp};
 use super::{
     CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strategy, Strides, TILE_MAX, WORK_MIN, signed,
 };
@@ -297,7 +297,7 @@ impl Run<'_> {
                     for n in 0..part.rows {
                         let full = full.wrapping_add(n * planes * size).cast_const();
                         let row = row.wrapping_add(n * size).cast_const();
-                        let from = if *single == Single::Left { [row, full, row] } else { [full, row, row] };
+                        let from = if *single == Side::Left { [row, full, row] } else { [full, row, row] };
                         args_to(to.wrapping_add(n * planes * result), *op, from, planes, 1);
                     }
                 }
