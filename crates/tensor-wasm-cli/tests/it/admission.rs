@@ -147,7 +147,9 @@ fn a_full_server_answers_503_after_waiting() {
     });
 }
 
-/// One tenant floods with guests that never yield by themselves; the other's p99 must not double.
+/// One tenant floods with guests that never yield by themselves; the other's p99 must not double. Measured in turns,
+/// with and without the flood, and compared by the median of each side: other tests run on the same cores, and what
+/// they disturb for a second is not what the flood does in every round.
 #[test]
 fn a_flood_does_not_double_the_neighbours_p99() {
     let config = "[limits]\nconcurrency_max = 4\nqueue_max = 16\n[tenant.quiet]\nweight = 1\n";
@@ -158,32 +160,34 @@ fn a_flood_does_not_double_the_neighbours_p99() {
     }
     // The neighbour's own work is 20 ms of waiting, as for a database: long enough that the client's own scheduling on
     // a shared machine is not what is measured.
-    let quiet_p99 = |calls: usize| {
+    let quiet_p99 = || {
         let call = || {
             let started = Instant::now();
             let answer = server.request("GET", "/run/lab/sleep?20", &[("x-tensorwasm-tenant", "quiet")], b"");
             assert_eq!(answer.status, 200, "{}", answer.text());
             started.elapsed().as_secs_f64() * 1e3
         };
-        percentile(&mut (0..calls).map(|_| call()).collect::<Vec<_>>(), 0.99)
+        percentile(&mut (0..50).map(|_| call()).collect::<Vec<_>>(), 0.99)
     };
-    quiet_p99(20);
-    let alone = quiet_p99(120);
-    let stop = AtomicBool::new(false);
-    let flooded = AtomicUsize::new(0);
-    let beside = std::thread::scope(|scope| {
-        for _ in 0..24 {
-            scope.spawn(|| {
-                while !stop.load(Ordering::Relaxed) {
-                    server.request("GET", "/run/lab/spin?50", &[("x-tensorwasm-tenant", "flood")], b"");
-                    flooded.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-        }
-        wait_until("the flood", || flooded.load(Ordering::Relaxed) > 50);
-        let beside = quiet_p99(120);
-        stop.store(true, Ordering::Relaxed);
-        beside
-    });
-    assert!(beside <= alone * 2.0, "p99 alone {alone:.1} ms, beside the flood {beside:.1} ms");
+    let beside_flood_p99 = || {
+        let (stop, flooded) = (AtomicBool::new(false), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..24 {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        server.request("GET", "/run/lab/spin?50", &[("x-tensorwasm-tenant", "flood")], b"");
+                        flooded.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            wait_until("the flood", || flooded.load(Ordering::Relaxed) > 20);
+            let p99 = quiet_p99();
+            stop.store(true, Ordering::Relaxed);
+            p99
+        })
+    };
+    quiet_p99();
+    let (mut alone, mut beside): (Vec<_>, Vec<_>) = (0..5).map(|_| (quiet_p99(), beside_flood_p99())).unzip();
+    let rounds = format!("p99 in ms, alone {alone:.1?}, beside the flood {beside:.1?}");
+    assert!(percentile(&mut beside, 0.5) <= percentile(&mut alone, 0.5) * 2.0, "{rounds}");
 }
