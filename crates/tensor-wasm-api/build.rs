@@ -6,9 +6,16 @@ use std::process::Command;
 /// Digits of a commit: enough to be unique in any repository.
 const SHA_DIGITS: usize = 12;
 
-/// What is linked with this crate; a change there may make a clean tree dirty.
-const WATCHED: [&str; 5] =
-    ["src", "../tensor-wasm-exec/src", "../tensor-wasm-launch/src", "../tensor-wasm-gpu/src", "../tensor-wasm-jit/src"];
+/// What is linked into one binary with this crate; a change there may make a clean tree dirty.
+const WATCHED: [&str; 7] = [
+    "src",
+    "../tensor-wasm-cli/src",
+    "../tensor-wasm-exec/src",
+    "../tensor-wasm-launch/src",
+    "../tensor-wasm-gpu/src",
+    "../tensor-wasm-jit/src",
+    "../tensor-wasm-tensor/src",
+];
 
 fn main() {
     println!("cargo::rerun-if-env-changed=TENSOR_WASM_GIT_SHA");

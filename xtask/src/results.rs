@@ -46,13 +46,17 @@ pub(crate) fn print() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// One row as `docs/PERFORMANCE.md` quotes it.
-pub(crate) fn line(row: &Value) -> String {
-    let number = |v: &Value| match v.as_f64() {
+/// A number as the papers write it.
+pub(crate) fn number(value: &Value) -> String {
+    match value.as_f64() {
         Some(n) if n.abs() >= 100.0 => format!("{n:.0}"),
         Some(n) => format!("{n:.2}"),
         None => "–".to_owned(),
-    };
+    }
+}
+
+/// One row as `docs/PERFORMANCE.md` quotes it.
+pub(crate) fn line(row: &Value) -> String {
     let text = |key: &str| row[key].as_str().unwrap_or("–").to_owned();
     format!(
         "| `{}` | {} {} | {} {} | {} | {} | {} |",

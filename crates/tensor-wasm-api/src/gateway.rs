@@ -97,18 +97,18 @@ impl Audited {
 pub(crate) struct ServedRevision(pub String);
 
 /// What a request is answered with, and what the audit log is to say of it.
-pub(crate) struct Answer {
+pub(crate) struct Answered {
     pub response: Response,
     pub audited: Option<Audited>,
     pub revision: Option<ServedRevision>,
 }
 
-impl From<Response> for Answer {
+impl From<Response> for Answered {
     /// The API's routes let the rest ride along with their response.
-    fn from(mut response: Response) -> Answer {
+    fn from(mut response: Response) -> Answered {
         let audited = response.extensions_mut().remove::<Audited>();
         let revision = response.extensions_mut().remove::<ServedRevision>();
-        Answer { response, audited, revision }
+        Answered { response, audited, revision }
     }
 }
 
@@ -154,7 +154,7 @@ pub(crate) async fn around<F>(
     answer: impl FnOnce(Request, Trace) -> F,
 ) -> Response
 where
-    F: Future<Output = Answer>,
+    F: Future<Output = Answered>,
 {
     let Exchange { route, is_functions, client } = exchange;
     let started = Instant::now();
@@ -167,7 +167,7 @@ where
     let in_flight = InFlight::new(gateway);
     let answered = answer(request, trace.clone()).instrument(span.clone()).await;
     drop(in_flight);
-    let Answer { mut response, audited, revision } = answered;
+    let Answered { mut response, audited, revision } = answered;
 
     let status = response.status();
     span.record("http.response.status_code", status.as_u16());

@@ -314,10 +314,13 @@ fn describe(
         *response = Value::Object(entry);
     }
     if access == Function {
-        // A guest answers whatever it likes, in whatever type.
-        responses.clear();
-        let any = json!({ "description": "whatever the function answers, or an error of ours" });
-        responses.insert("default".to_owned(), any);
+        // A guest answers whatever it likes, in whatever type, with the statuses of our errors too.
+        responses.retain(|status, _| KINDS.iter().any(|(_, own)| *status == own.to_string()));
+        for response in responses.values_mut() {
+            let ours = response["description"].as_str().unwrap_or_default();
+            *response = json!({ "description": format!("ours: {ours}; or what the function answers") });
+        }
+        responses.insert("default".to_owned(), json!({ "description": "what the function answers" }));
     }
 }
 
@@ -366,6 +369,9 @@ mod tests {
                 let described = OPERATIONS.iter().find(|(m, p, ..)| m == method && p == path);
                 let Some((_, _, _, access, fails)) = described else {
                     assert!(function, "{method} {path} is in no table");
+                    for status in ["401", "404", "429", "503", "504", "default"] {
+                        assert!(operation["responses"].get(status).is_some(), "{method} {path}: {status}");
+                    }
                     continue;
                 };
                 let kinds = ALWAYS.iter().chain(access.kinds()).chain(fails.iter().flat_map(|f| f.kinds()));

@@ -200,7 +200,8 @@ impl Collector for FunctionMetrics {
         let mut metric = encoder.encode_descriptor("function_invocations", help, None, MetricType::Counter)?;
         for s in &all {
             for (outcome, n) in OUTCOMES.iter().zip(&s.outcomes).filter(|(_, n)| load(n) > 0) {
-                let labels = [("tenant", s.tenant.as_str()), ("function", s.function.as_str()), ("outcome", *outcome)];
+                let labels =
+                    [("tenant_id", s.tenant.as_str()), ("function", s.function.as_str()), ("outcome", *outcome)];
                 metric.encode_family(&labels)?.encode_counter::<NoLabelSet, u64, u64>(&load(n), None)?;
             }
         }
@@ -208,21 +209,21 @@ impl Collector for FunctionMetrics {
         let mut metric = encoder.encode_descriptor("function_faults", help, None, MetricType::Counter)?;
         for s in &all {
             for (kind, n) in FAULT_KINDS.iter().zip(&s.faults).filter(|(_, n)| load(n) > 0) {
-                let labels = [("tenant", s.tenant.as_str()), ("function", s.function.as_str()), ("kind", *kind)];
+                let labels = [("tenant_id", s.tenant.as_str()), ("function", s.function.as_str()), ("kind", *kind)];
                 metric.encode_family(&labels)?.encode_counter::<NoLabelSet, u64, u64>(&load(n), None)?;
             }
         }
         let help = "CPU time of a function's calls";
         let mut metric = encoder.encode_descriptor("function_cpu_seconds", help, None, MetricType::Counter)?;
         for s in &all {
-            let labels = [("tenant", s.tenant.as_str()), ("function", s.function.as_str())];
+            let labels = [("tenant_id", s.tenant.as_str()), ("function", s.function.as_str())];
             let seconds = Duration::from_nanos(load(&s.cpu_ns)).as_secs_f64();
             metric.encode_family(&labels)?.encode_counter::<NoLabelSet, f64, f64>(&seconds, None)?;
         }
         let help = "Time from a call's arrival to its end";
         let mut metric = encoder.encode_descriptor("function_duration_seconds", help, None, MetricType::Histogram)?;
         for s in &all {
-            let labels = [("tenant", s.tenant.as_str()), ("function", s.function.as_str())];
+            let labels = [("tenant_id", s.tenant.as_str()), ("function", s.function.as_str())];
             let bounds = DURATION_BUCKETS_S.into_iter().chain([f64::MAX]);
             let buckets: Vec<(f64, u64)> = bounds.zip(s.buckets.iter().map(load)).collect();
             let count = buckets.iter().map(|(_, n)| n).sum();
@@ -272,13 +273,13 @@ mod tests {
         own.add_cpu(1_500_000_000);
         let text = page(metrics.clone());
         let has = |line: &str| assert!(text.lines().any(|l| l == line), "{line}\n{text}");
-        has(r#"function_invocations_total{tenant="small",function="f",outcome="ok"} 1"#);
-        has(r#"function_faults_total{tenant="small",function="f",kind="invoke_timeout"} 1"#);
-        has(r#"function_cpu_seconds_total{tenant="small",function="f"} 1.5"#);
-        has(r#"function_duration_seconds_bucket{le="0.005",tenant="small",function="f"} 0"#);
-        has(r#"function_duration_seconds_bucket{le="0.01",tenant="small",function="f"} 1"#);
-        has(r#"function_duration_seconds_bucket{le="+Inf",tenant="small",function="f"} 1"#);
-        has(r#"function_invocations_total{tenant="other",function="other",outcome="ok"} 47"#);
+        has(r#"function_invocations_total{tenant_id="small",function="f",outcome="ok"} 1"#);
+        has(r#"function_faults_total{tenant_id="small",function="f",kind="invoke_timeout"} 1"#);
+        has(r#"function_cpu_seconds_total{tenant_id="small",function="f"} 1.5"#);
+        has(r#"function_duration_seconds_bucket{le="0.005",tenant_id="small",function="f"} 0"#);
+        has(r#"function_duration_seconds_bucket{le="0.01",tenant_id="small",function="f"} 1"#);
+        has(r#"function_duration_seconds_bucket{le="+Inf",tenant_id="small",function="f"} 1"#);
+        has(r#"function_invocations_total{tenant_id="other",function="other",outcome="ok"} 47"#);
         assert_eq!(text.lines().filter(|l| l.starts_with("function_cpu_seconds_total")).count(), 5, "{text}");
         let (listed, most) = (metrics.listed.read().by_tenant.clone(), metrics.listed.read().most);
         assert_eq!((listed["flood"], listed["small"], most), (3, 1, 3));
@@ -302,6 +303,6 @@ mod tests {
         });
         counted.recv_timeout(Duration::from_secs(10)).expect("counted while another reads");
         drop(reader);
-        assert!(page(metrics).contains(r#"{tenant="other",function="other",outcome="ok"} 2"#));
+        assert!(page(metrics).contains(r#"{tenant_id="other",function="other",outcome="ok"} 2"#));
     }
 }

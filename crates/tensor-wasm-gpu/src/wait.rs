@@ -35,6 +35,14 @@ pub(crate) const COMPLETION_PAUSES: u32 = 16;
 /// The keeper looks at its worker this often. It is the watchdog, no part of any job's latency.
 pub(crate) const KEEPER_PERIOD: Duration = Duration::from_millis(10);
 
+/// Whoever tidies up looks this often whether the line of jobs has room again, and whether tenants that are going are
+/// gone: rare, off every call's way, and about what a job of the kind they wait for takes.
+pub(crate) const ROOM_PERIOD: Duration = Duration::from_micros(50);
+pub(crate) const CLOSING_PERIOD: Duration = Duration::from_micros(100);
+
+/// Between two looks at whether a resident kernel that was told to leave has begun: it may wait for seconds.
+pub(crate) const RESIDENT_PERIOD: Duration = Duration::from_millis(20);
+
 const fn is_less(a: Duration, b: Duration) -> bool {
     a.as_nanos() < b.as_nanos()
 }

@@ -1,4 +1,4 @@
-//! Programs that nobody wrote: generated modules, of anything and of loops that count, each function of which is run by
+//! Programs that nobody wrote: generated modules, of anything and of counted loops, each function of which is run by
 //! Wasmtime and as a kernel, with the same arguments. Results, traps and memory must be the same to the last bit.
 //!
 //! `TENSOR_WASM_TEST_PROGRAMS` says how many; `TENSOR_WASM_TEST_SEED` where to begin.
@@ -36,7 +36,7 @@ fn generate(seed: u64) -> Option<Vec<u8>> {
     programs::generate(&bytes)
 }
 
-/// A function with loops that count, in every shape a compiler might leave them: with steps and bounds of all kinds,
+/// A function with counted loops, in every shape a compiler might leave them: with steps and bounds of all kinds,
 /// values of this round and of the last, exits in the middle. All its locals are its results.
 fn generate_loops(seed: u64) -> Vec<u8> {
     let mut rng = StdRng::seed_from_u64(seed);
@@ -187,7 +187,7 @@ fn main() -> ExitCode {
     let mut counts: BTreeMap<&str, u64> = BTreeMap::new();
     let mut count = |what: &'static str| *counts.entry(what).or_default() += 1;
     for seed in seed..seed + programs {
-        // Half of them with loops that count, which a generator of anything hardly ever makes.
+        // Half of them with counted loops, which a generator of anything hardly ever makes.
         let wasm = if seed % 2 == 0 { generate(seed) } else { Some(generate_loops(seed)) };
         let Some(wasm) = wasm else { continue };
         let Ok(program) = Program::read(&wasm) else {

@@ -648,7 +648,7 @@ fn what_was_tried_to_get_around_the_fence_does_not() {
                   (br_if $l (i32.ne (local.tee $i (i32.add (local.get $i) (i32.const 1))) (local.get $n)))))"#
         ))
     };
-    // In a loop that counts, beside an access that is inside, one that is far away.
+    // In a counted loop, beside an access that is inside, one that is far away.
     for offset in ["0x7ffffffc", "0xfffffff0", "0x10000", "256"] {
         let wasm = counted(&format!(
             "(drop (i32.load (local.get $p))) (i32.store offset={offset} (local.get $p) (i32.const 1))"

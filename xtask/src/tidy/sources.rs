@@ -1,4 +1,5 @@
-//! Checks of Rust sources, all of them tracked: of the crates, their tests, guests, the SDK, the fuzz targets.
+//! Checks of Rust sources, all of them tracked: of the crates, their tests, guests, the SDK, the fuzz targets. Of other
+//! files that people write, comments have to fit too.
 
 use std::collections::BTreeMap;
 
@@ -32,8 +33,8 @@ fn crate_folder<'t>(tree: &Tree, path: &'t str) -> &'t str {
     ""
 }
 
-/// A file in backticks is there: from the comment's own folder, from its crate's `src`, from `crates`, or from the
-/// root.
+/// A file in backticks is there, and so is a source that the words or the diagrams of a file's beginning name without:
+/// from the comment's own folder, from its crate's `src`, from `crates`, or from the root.
 pub(super) fn comments(tree: &Tree) -> Vec<String> {
     let endings = [".rs", ".md", ".wit", ".toml"];
     let mut complaints = Vec::new();
@@ -42,12 +43,16 @@ pub(super) fn comments(tree: &Tree) -> Vec<String> {
         let bases =
             [format!("{own}/"), format!("{}/src/", crate_folder(tree, path)), "crates/".to_owned(), String::new()];
         for (number, line) in text.lines().enumerate() {
+            let is_other = |c: char| !(c.is_ascii_alphanumeric() || "/_-.".contains(c));
             let words = comment(line).into_iter().flat_map(|comment| comment.split('`').skip(1).step_by(2));
             let is_path = |word: &&str| {
                 endings.iter().any(|ending| word.ends_with(ending) && word.len() > ending.len())
-                    && !word.contains(|c: char| !(c.is_ascii_alphanumeric() || "/_-.".contains(c)))
+                    && !word.contains(is_other)
             };
-            for word in words.filter(is_path) {
+            let beginning = line.strip_prefix("//!").into_iter().flat_map(|text| text.split('`').step_by(2));
+            let tokens = beginning.flat_map(|text| text.split(is_other)).map(|token| token.trim_end_matches('.'));
+            let is_source = |token: &&str| token.ends_with(".rs") && token.len() > 3;
+            for word in words.filter(is_path).chain(tokens.filter(is_source)) {
                 if !bases.iter().any(|base| tree.has(&format!("{base}{word}"))) {
                     complaints.push(format!("{path}:{}: names {word}", number + 1));
                 }
@@ -57,13 +62,34 @@ pub(super) fn comments(tree: &Tree) -> Vec<String> {
     complaints
 }
 
-/// Lines that are too long. A line with a string in it may be longer: text of another language is not broken.
-pub(super) fn columns(tree: &Tree) -> Vec<String> {
-    let too_long = |line: &str| {
-        let is_comment = line.trim_start().starts_with("//");
-        line.chars().count() > COLUMNS_MAX && (is_comment || !line.contains(['"', '$']))
+/// How a line of comment begins in files that are not Rust, if this is one that people write.
+fn comment_mark(path: &str) -> Option<&'static str> {
+    let of_ending = |ending: &str| match ending {
+        "wit" => Some("//"),
+        "wat" => Some(";;"),
+        "toml" => Some("#"),
+        _ => None,
     };
-    by_line(tree, |line| too_long(line).then(|| format!("{} columns", line.chars().count())))
+    let of_script = || path.starts_with(".ci/").then_some("#");
+    path.rsplit_once('.').and_then(|(_, ending)| of_ending(ending)).or_else(of_script)
+}
+
+/// Lines that are too long. A line with a string in it may be longer: text of another language is not broken. Of what
+/// is not Rust only comments count: nothing formats the rest, and a dependency with its features is one line.
+pub(super) fn columns(tree: &Tree) -> Vec<String> {
+    let too_long = |line: &str| line.chars().count() > COLUMNS_MAX;
+    let say = |line: &str| format!("{} columns", line.chars().count());
+    let is_text = |line: &str| !line.trim_start().starts_with("//") && line.contains(['"', '$']);
+    let mut found = by_line(tree, |line| (too_long(line) && !is_text(line)).then(|| say(line)));
+    for (path, text) in &tree.files {
+        let Some(mark) = comment_mark(path) else { continue };
+        for (number, line) in text.lines().enumerate() {
+            if too_long(line) && line.trim_start().starts_with(mark) {
+                found.push(format!("{path}:{}: {}", number + 1, say(line)));
+            }
+        }
+    }
+    found
 }
 
 /// Arms of a `match` on a truth.

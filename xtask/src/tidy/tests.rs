@@ -69,6 +69,10 @@ fn files_in_comments_exist() {
     let other = ("crates/a/src/d.rs", concat!("fn f() {} /", "/ see `c.rs`\n"));
     assert_one(sources::comments, &[manifest, other, ("crates/a/src/deep/c.rs", "//! c\n")], "d.rs:1: names c.rs");
     assert_none(sources::comments, &[manifest, ("crates/a/src/d.rs", "let s = \"`c.rs`\";\n/// `{n}.rs` and `.rs`\n")]);
+    // Of a diagram, the sources it names.
+    let drawn = ("crates/a/src/d.rs", "//! ```text\n//! a ─ deep/c.rs → b (deep/c.rs.)\n//! ```\n");
+    assert_eq!(complaints(sources::comments, &[manifest, drawn]).len(), 2);
+    assert_none(sources::comments, &[manifest, drawn, ("crates/a/src/deep/c.rs", "//! c\n")]);
 }
 
 #[test]
@@ -89,6 +93,13 @@ fn lines_fit() {
     assert_one(check, &[("crates/a/src/b.rs", &long)], "b.rs:1: 121 columns");
     let string = format!("    r#\"{}\"#\n", "x".repeat(200));
     assert_none(check, &[("crates/a/src/b.rs", &string)]);
+    // Comments of other files, and nothing else of those.
+    let long = |mark: &str| format!("  {mark} {}\n", "x".repeat(120));
+    for (path, mark) in [("wit/a.wit", "///"), ("b.wat", ";;"), ("Cargo.toml", "#"), (".ci/run", "#")] {
+        assert_one(check, &[(path, &long(mark))], ":1: 12");
+        assert_none(check, &[(path, &long("x ="))]);
+    }
+    assert_none(check, &[("README.md", &long("#"))]);
 }
 
 #[test]
@@ -159,6 +170,47 @@ fn promises_are_held_by_tests_that_exist() {
     assert_one(specification, &[("SPECIFICATION.md", &row("`conformance::x`"))], "no case");
     assert_one(specification, &[("SPECIFICATION.md", &row("`kernels::x`"))], "no test kernels::x");
     assert_one(specification, &[("SPECIFICATION.md", &row("`tensors::x`"))], "no test tensors::x");
+}
+
+#[test]
+fn what_falls_short_says_so() {
+    let result = |holds: bool| format!(r#"{{"rows":[{{"id":"a/b","ratio":1.253,"goal":"<= 1.2","holds":{holds}}}]}}"#);
+    let row = |said: &str| format!("| promise | held by |\n|---|---|\n| quick{said} | `bench-results/a.json#a/b` |\n");
+    let check = |holds, said| {
+        let (result, row) = (result(holds), row(said));
+        complaints(specification, &[("bench-results/a.json", &result), ("SPECIFICATION.md", &row)])
+    };
+    assert_eq!(check(true, ""), Vec::<String>::new());
+    assert_eq!(check(false, "; falls short: 1.25 (goal 1.2)"), Vec::<String>::new());
+    assert_eq!(check(false, ""), [r#"a/b does not hold, and its row lacks "falls short: 1.25 (goal <= 1.2)""#]);
+    assert_eq!(check(false, ", 1.25; falls short: 1.31 (goal 1.2)").len(), 1, "another figure");
+    assert_eq!(check(true, "; falls short: 1.25 (goal 1.2)").len(), 1, "not any more");
+    assert_one(specification, &[("SPECIFICATION.md", "| promise | held by |\n| quick | pending |\n")], "nothing holds");
+}
+
+#[test]
+fn the_house_stands() {
+    let step = |command: &str| format!("step 'what it is' {command}\n");
+    let workflow = "    steps:\n      - run: .ci/run\n";
+    let house_of = |without: &str, workflow: &str, script: &str| {
+        let files = house::FILES.iter().filter(|file| **file != without).map(|file| (*file, "x\n"));
+        let mut files: BTreeMap<&str, &str> = files.collect();
+        files.entry(house::WORKFLOW).and_modify(|text| *text = workflow);
+        files.insert(house::CI, script);
+        house::house(&tree(&files.into_iter().collect::<Vec<_>>()))
+    };
+    let script: String = house::COMMANDS.map(step).concat();
+    assert_eq!(house_of("", workflow, &script), Vec::<String>::new());
+    for file in house::FILES {
+        assert_eq!(house_of(file, workflow, &script), [format!("there is no {file}")]);
+    }
+    for command in house::COMMANDS {
+        let without = script.replace(&step(command), &format!("# {}", step(command)));
+        assert_eq!(house_of("", workflow, &without), [format!(".ci/run has no step `{command}`")]);
+    }
+    // A comment that speaks of it does not run it.
+    let spoken_of = house_of("", "# It is all in .ci/run\n", &script);
+    assert_eq!(spoken_of, [".github/workflows/ci.yml does not run .ci/run"]);
 }
 
 #[test]

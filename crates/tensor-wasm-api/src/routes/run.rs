@@ -15,7 +15,7 @@ use tensor_wasm_exec::{Call, Invocation, Output};
 
 use crate::auth::{DEFAULT_TENANT, TENANT_HEADER};
 use crate::error::ApiError;
-use crate::gateway::{Answer, Audited, Exchange, Gateway, RUN_EVENT, ServedRevision, Shared, around};
+use crate::gateway::{Answered, Audited, Exchange, Gateway, RUN_EVENT, ServedRevision, Shared, around};
 use crate::hosts::FunctionHost;
 use crate::trace::Trace;
 use crate::{body, guard};
@@ -98,7 +98,7 @@ pub(crate) async fn answer(gateway: Shared, destination: Destination, client: Ip
     around(&gateway, exchange, request, |request, trace| run(&gateway, &destination, trace, request)).await
 }
 
-async fn run(gateway: &Gateway, destination: &Destination, trace: Trace, request: Request) -> Answer {
+async fn run(gateway: &Gateway, destination: &Destination, trace: Trace, request: Request) -> Answered {
     let mut answer = match tenant(gateway, destination, request.headers()) {
         Ok(tenant) => {
             let audited = (!gateway.audit.is_off()).then(|| Audited::new(RUN_EVENT, &tenant, &destination.name));
@@ -107,7 +107,7 @@ async fn run(gateway: &Gateway, destination: &Destination, trace: Trace, request
                 Ok((response, revision)) => (response, Some(revision)),
                 Err(error) => (error.into_response(), None),
             };
-            Answer { response, audited, revision }
+            Answered { response, audited, revision }
         }
         Err(error) => error.into_response().into(),
     };

@@ -213,6 +213,20 @@ fn spans_are_exported_to_an_otlp_endpoint() {
 }
 
 #[test]
+fn launches_are_spans_that_name_their_kernels() {
+    let (endpoint, received) = collector();
+    let server = Server::with(Options::default().device("cpu").env("TENSOR_WASM_OTLP_ENDPOINT", endpoint));
+    server.deploy_with("gpu", &crate::support::guest_bytes("gpu-examples.wasm"), r#"{"gpu":true}"#).ok();
+    server.invoke("gpu", r#"{"export":"saxpy","args":[2.0,[1,2],[3,4]]}"#).result();
+    server.terminate();
+    let has = |needle: &[u8]| received.lock().unwrap().windows(needle.len()).any(|w| w == needle);
+    wait_until("the export", || has(b"POST /functions/{f}/invoke"));
+    for name in ["launch", "kernel", "groups", "items", "saxpy"] {
+        assert!(has(name.as_bytes()), "{name}");
+    }
+}
+
+#[test]
 fn the_audit_log_has_every_change_call_and_refusal() {
     let server = Server::with(Options::default().env("TENSOR_WASM_API_TOKENS", "right-token:name=ci"));
     let ours = [("authorization", "Bearer right-token"), ("content-type", "application/wasm")];

@@ -137,6 +137,15 @@ impl<W> Queue<W> {
             return Decision::Admitted(account);
         }
         if state.waiting.len() >= limits.queue_max {
+            // A tenant that runs less than it may is short of nothing of its own: the server is full.
+            if state.waiting.is_empty() && state.running < limits.concurrency_max {
+                return Decision::Rejected(Rejection::ServerBusy {
+                    running: total.running,
+                    queued: total.waiting,
+                    why: "and this tenant's calls do not wait ([limits] queue_max is 0)",
+                    retry_after: BUSY_RETRY,
+                });
+            }
             return Decision::Rejected(Rejection::TenantBusy {
                 tenant: tenant.to_owned(),
                 running: state.running,
@@ -305,6 +314,17 @@ mod tests {
         assert!(matches!(arrive(&mut q, "quiet", "q1"), Decision::Waiting(..)));
         assert_eq!(depart(&mut q, "flood").unwrap().waiter, "q1");
         assert_eq!(depart(&mut q, "quiet").unwrap().waiter, "f1");
+    }
+
+    #[test]
+    fn a_tenant_that_may_not_wait_is_told_who_is_full() {
+        let mut q = queue(2, Limits { queue_max: 0, concurrency_max: 1, ..Limits::default() });
+        assert!(matches!(arrive(&mut q, "a", ""), Decision::Admitted(_)));
+        let own = arrive(&mut q, "a", "");
+        assert!(matches!(own, Decision::Rejected(Rejection::TenantBusy { running: 1, queued: 0, .. })), "{own:?}");
+        assert!(matches!(arrive(&mut q, "b", ""), Decision::Admitted(_)));
+        let full = arrive(&mut q, "c", "");
+        assert!(matches!(full, Decision::Rejected(Rejection::ServerBusy { running: 2, queued: 0, .. })), "{full:?}");
     }
 
     #[test]

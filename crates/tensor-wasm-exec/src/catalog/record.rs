@@ -117,8 +117,9 @@ impl Kind {
     }
 }
 
-/// Which of the two engines compiled it: components of WASI 0.3 need the one with concurrency support, everything else
-/// runs on the one without, whose calls are cheaper.
+/// Whether its code needs concurrency support: components of WASI 0.3 do, and everything else is plain, because calls
+/// without it are cheaper. With the memory that its settings ask for it says which of the three engines it is for
+/// (`EngineKind::of`): a core module with pinned memory is plain too, and runs on the third.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Flavor {

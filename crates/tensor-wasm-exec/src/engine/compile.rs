@@ -49,7 +49,7 @@ pub struct Order {
 
 /// What it answers.
 #[derive(Debug, Serialize, Deserialize)]
-pub enum Answer {
+pub enum CompileAnswer {
     Compiled {
         kind: Kind,
         flavor: Flavor,
@@ -171,7 +171,7 @@ async fn install(
     (source, memory): (&SourceHash, MemoryKind),
     limits: &Limits,
     scratch: &Path,
-    answer: Result<Answer, Failure>,
+    answer: Result<CompileAnswer, Failure>,
 ) -> Result<Compiled, Failure> {
     let compiled = judge(answer?, limits)?;
     let storage = |e: std::io::Error| Rejection::Storage { why: e.to_string() };
@@ -185,24 +185,24 @@ async fn install(
 }
 
 /// Whose fault it is where there is no artifact.
-fn judge(answer: Answer, limits: &Limits) -> Result<Compiled, Failure> {
+fn judge(answer: CompileAnswer, limits: &Limits) -> Result<Compiled, Failure> {
     match answer {
-        Answer::Compiled { memory_bytes_min, .. } if memory_bytes_min > limits.memory_bytes_max => {
+        CompileAnswer::Compiled { memory_bytes_min, .. } if memory_bytes_min > limits.memory_bytes_max => {
             let bytes_max = limits.memory_bytes_max;
             Err(Rejection::ModuleMemoryTooLarge { bytes: memory_bytes_min, bytes_max }.into())
         }
-        Answer::Compiled { kind, flavor, cost, .. } => Ok(Compiled { kind, flavor, cost }),
-        Answer::Refused { why } => Err(Rejection::InvalidWasm { why }.into()),
-        Answer::Unstored { file, why } => {
+        CompileAnswer::Compiled { kind, flavor, cost, .. } => Ok(Compiled { kind, flavor, cost }),
+        CompileAnswer::Refused { why } => Err(Rejection::InvalidWasm { why }.into()),
+        CompileAnswer::Unstored { file, why } => {
             // The path is the operator's business, not the caller's.
             tracing::error!(file = %file.display(), why, "a compile worker could not read or write a file");
             Err(Rejection::Storage { why }.into())
         }
-        Answer::Broken { why } => Err(Bug(why).into()),
+        CompileAnswer::Broken { why } => Err(Bug(why).into()),
     }
 }
 
-async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
+async fn ask_worker(exe: &Path, order: &Order) -> Result<CompileAnswer, Failure> {
     let order_json = serde_json::to_string(order).map_err(|e| Bug(e.to_string()))?;
     let broken = |e: std::io::Error| Bug(format!("{}: {e}", exe.display()));
     let mut child = tokio::process::Command::new(exe)
@@ -229,7 +229,7 @@ async fn ask_worker(exe: &Path, order: &Order) -> Result<Answer, Failure> {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let last = stderr.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("no message");
     let why = format!("the compiler gave up on it ({}): {}", output.status, clip(last));
-    Ok(if died_of_the_module(output.status) { Answer::Refused { why } } else { Answer::Broken { why } })
+    Ok(if died_of_the_module(output.status) { CompileAnswer::Refused { why } } else { CompileAnswer::Broken { why } })
 }
 
 /// Whether the worker died of what it compiled: out of memory, out of CPU time, or a crash of the compiler. One that
@@ -260,32 +260,32 @@ fn limit_self(order: &Order) {
     let _ = setpriority_process(None, 10);
 }
 
-fn execute(order: &Order) -> Answer {
+fn execute(order: &Order) -> CompileAnswer {
     try_execute(order).unwrap_or_else(|failed| failed)
 }
 
-fn try_execute(order: &Order) -> Result<Answer, Answer> {
-    let refused = |why: String| Answer::Refused { why: clip(&why) };
+fn try_execute(order: &Order) -> Result<CompileAnswer, CompileAnswer> {
+    let refused = |why: String| CompileAnswer::Refused { why: clip(&why) };
     let (begun, cpu_begun) = (Instant::now(), cpu_time());
     let source = std::fs::read(&order.source).map_err(|e| unstored(&order.source, &e))?;
     let shape = shape_of(&source).map_err(refused)?;
     let settings = compiler_config(&order.engine, EngineKind::of(shape.flavor, order.memory));
     let engine = wasmtime::Engine::new(&settings)
-        .map_err(|e| Answer::Broken { why: clip(&format!("the compiler cannot be set up: {e:#}")) })?;
+        .map_err(|e| CompileAnswer::Broken { why: clip(&format!("the compiler cannot be set up: {e:#}")) })?;
     let code = if shape.component { engine.precompile_component(&source) } else { engine.precompile_module(&source) };
     let code = code.map_err(|e| refused(format!("{e:#}")))?;
     write_private(&order.output, &code).map_err(|e| unstored(&order.output, &e))?;
     let millis = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
     let cost = CompileCost { wall_ms: millis(begun.elapsed()), cpu_ms: millis(cpu_time().saturating_sub(cpu_begun)) };
     let Shape { kind, flavor, memory_bytes_min, .. } = shape;
-    Ok(Answer::Compiled { kind, flavor, memory_bytes_min, cost })
+    Ok(CompileAnswer::Compiled { kind, flavor, memory_bytes_min, cost })
 }
 
-fn unstored(file: &Path, error: &std::io::Error) -> Answer {
+fn unstored(file: &Path, error: &std::io::Error) -> CompileAnswer {
     if error.kind() == std::io::ErrorKind::OutOfMemory {
-        return Answer::Refused { why: "it does not fit into the memory for compiling it".to_owned() };
+        return CompileAnswer::Refused { why: "it does not fit into the memory for compiling it".to_owned() };
     }
-    Answer::Unstored { file: file.to_owned(), why: error.to_string() }
+    CompileAnswer::Unstored { file: file.to_owned(), why: error.to_string() }
 }
 
 /// CPU time of this process so far, all threads together.
@@ -432,7 +432,7 @@ mod tests {
         let order =
             Order { source, output, engine: config::Engine::default(), memory: MemoryKind::Pooled, time_ms_max: 1000 };
         match execute(&order) {
-            Answer::Refused { why } => why,
+            CompileAnswer::Refused { why } => why,
             other => panic!("should be refused: {other:?}"),
         }
     }
@@ -462,7 +462,7 @@ mod tests {
         let engine = config::Engine { stack_bytes_max: 0, ..config::Engine::default() };
         let failure = failure(Order { engine, ..again(&good) });
         assert!(matches!(&failure, Failure::Bug(_)), "{failure}");
-        assert!(matches!(execute(&good), Answer::Compiled { .. }));
+        assert!(matches!(execute(&good), CompileAnswer::Compiled { .. }));
     }
 
     #[tokio::test]
@@ -489,8 +489,8 @@ mod tests {
             std::fs::write(&exe, format!("#!/bin/sh\n{script}\n")).unwrap();
             std::fs::set_permissions(&exe, std::fs::Permissions::from_mode(0o755)).unwrap();
             let answer = ask_worker(&exe, &order).await.unwrap();
-            assert_eq!(matches!(answer, Answer::Refused { .. }), is_the_modules, "{script}: {answer:?}");
-            assert_eq!(matches!(answer, Answer::Broken { .. }), !is_the_modules, "{script}: {answer:?}");
+            assert_eq!(matches!(answer, CompileAnswer::Refused { .. }), is_the_modules, "{script}: {answer:?}");
+            assert_eq!(matches!(answer, CompileAnswer::Broken { .. }), !is_the_modules, "{script}: {answer:?}");
         }
     }
 
@@ -521,7 +521,9 @@ mod tests {
             memory: MemoryKind::Pooled,
             time_ms_max: 1000,
         };
-        let Answer::Compiled { kind, flavor, memory_bytes_min, .. } = execute(&order) else { panic!("should compile") };
+        let CompileAnswer::Compiled { kind, flavor, memory_bytes_min, .. } = execute(&order) else {
+            panic!("should compile")
+        };
         assert_eq!((kind, flavor, memory_bytes_min), (Kind::CoreCommand, Flavor::Plain, 3 << 16));
         // SAFETY: produced by `execute` above.
         #[expect(unsafe_code, reason = "the point of the test")]

@@ -12,14 +12,12 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::error::DeviceError;
 use crate::slab::{STOP_END, STOP_LEAVE, STOP_NO, Slab};
+use crate::wait::RESIDENT_PERIOD;
 
 /// A resident kernel that was asked to leave and is there after this long costs the worker; one that has not begun,
 /// because it waits for what comes before it, may take as long as that may.
 const LEAVE_MAX: Duration = Duration::from_secs(5);
 const BEGIN_MAX: Duration = Duration::from_secs(60);
-
-/// Between two looks at whether one has begun.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// A resident kernel as its thread has it.
 pub(super) trait ResidentKernel: Send + 'static {
@@ -209,7 +207,7 @@ impl Residents {
                     why: format!("a resident kernel was asked to make way and was there after {:?}", now - asked_at),
                 });
             }
-            self.changed.wait_for(&mut state, LOOK);
+            self.changed.wait_for(&mut state, RESIDENT_PERIOD);
         }
         drop(state);
         Ok(pause)

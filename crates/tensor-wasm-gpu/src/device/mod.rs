@@ -39,6 +39,7 @@ use crate::queue::fair::Share;
 use crate::queue::job::{Answer, Job};
 use crate::queue::link::{CONTROL, Link, Order, StreamUse, Ticket};
 use crate::slab::{POOL_FIRST, POOL_STREAMS, SlabPlan, TENANTS, lane_of};
+use crate::wait::{CLOSING_PERIOD, ROOM_PERIOD};
 use crate::worker::host::HostKernels;
 use crate::worker::keeper::{self, Keeper, Opened};
 
@@ -235,9 +236,6 @@ const GARBAGE_MAX: usize = 32;
 /// How long an allocation, or a tenant that comes, waits for tenants that are gone to give back what they had.
 const CLOSING_MAX: Duration = Duration::from_millis(500);
 
-/// Between two looks at tenants that are going.
-const CLOSING_LOOK: Duration = Duration::from_micros(100);
-
 /// Everything that lives and dies with one worker.
 pub(crate) struct Bound {
     pub link: Arc<Link>,
@@ -431,7 +429,7 @@ impl Device {
                 let why = format!("it has {} tenants already, and all of them use it", TENANTS - 1);
                 return self.try_tenant(name, limits).ok_or(DeviceError::Refused { why });
             }
-            std::thread::park_timeout(CLOSING_LOOK);
+            std::thread::park_timeout(CLOSING_PERIOD);
         }
     }
 
@@ -503,7 +501,7 @@ impl Device {
     fn trim_all(&self, bound: &Bound) {
         let began = std::time::Instant::now();
         while !self.0.reap() && began.elapsed() < CLOSING_MAX {
-            std::thread::park_timeout(CLOSING_LOOK);
+            std::thread::park_timeout(CLOSING_PERIOD);
         }
         for tenant in self.tenants() {
             tenant.trim(bound);
@@ -706,7 +704,7 @@ fn send_when_possible<'a>(
 ) -> Result<Ticket, DeviceError> {
     loop {
         match link.send(stream, orders()) {
-            Err(DeviceError::Busy { .. }) => std::thread::park_timeout(Duration::from_micros(50)),
+            Err(DeviceError::Busy { .. }) => std::thread::park_timeout(ROOM_PERIOD),
             sent => return sent,
         }
     }

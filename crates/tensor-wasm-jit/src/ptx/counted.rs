@@ -19,7 +19,7 @@ const UNROLLED_OPS_MAX: usize = 60;
 const COPIED_OPS_MAX: usize = 20_000;
 
 impl PtxEmitter<'_> {
-    /// Before a loop that counts, looks whether everything it will access is inside, and how often it goes round; if
+    /// Before a counted loop, looks whether everything it will access is inside, and how often it goes round; if
     /// all is well, most of it is done without a fence. What is left, if anything, is done by the loop itself.
     pub(super) fn counted_loop(&mut self, n: usize) {
         if self.fast.is_some() || self.copied > COPIED_OPS_MAX {

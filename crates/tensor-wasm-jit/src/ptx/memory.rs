@@ -42,7 +42,7 @@ impl PtxEmitter<'_> {
         }
         match self.checked.get(&member.group) {
             Some((space, address)) => FencedAddress { space, address: format!("{address}+{}", member.distance) },
-            // The first was known to be inside, in a loop that counts.
+            // The first was known to be inside, in a counted loop.
             None if at.region.can_clamp() => self.clamped(at, bytes, site),
             None => self.looked_up(at, bytes, lookup, site),
         }

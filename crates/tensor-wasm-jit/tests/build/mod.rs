@@ -140,7 +140,7 @@ fn a_reduction_that_was_built_meets_at_its_barriers() {
     }
 }
 
-/// `c = a * b`, a work item for each element, with a loop that counts.
+/// `c = a * b`, a work item for each element, with a counted loop.
 fn matmul() -> Result<BuiltKernel, BuildError> {
     let mut b = KernelBuilder::new("matmul");
     let (n, x, y, out) = (b.scalar(Ty::I32)?, b.window()?, b.window()?, b.window()?);
@@ -183,7 +183,7 @@ fn a_matmul_that_was_built_computes_what_rust_does() {
         let expected: Vec<f32> = (0..n * n).map(|at| element(at / n, at % n)).collect();
         assert_eq!(read(&done.buffers[2]), expected, "{n}");
     }
-    // A loop that counts: what it reads along a row is checked before it.
+    // A counted loop: what it reads along a row is checked before it.
     assert!(kernel.compile().unwrap().ptx.contains("\nG"), "there is a copy of the loop without a fence");
 }
 

@@ -223,9 +223,9 @@ fn double_precision_is_right_to_the_last_place() {
     }
 }
 
-/// A loop that counts is copied, and with it what a function branches on.
+/// A counted loop is copied, and with it what a function branches on.
 #[test]
-fn functions_in_loops_that_count_are_the_same() {
+fn functions_in_counted_loops_are_the_same() {
     let pairs: Vec<(f64, f64)> = (0..64).map(|n| (f64::from(n) * 1e5 - 1e6, 0.0)).collect();
     let numbers: Vec<u8> = pairs.iter().flat_map(|(x, _)| x.to_le_bytes()).collect();
     let wasm = wat::parse_str(

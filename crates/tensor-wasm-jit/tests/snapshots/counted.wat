@@ -1,5 +1,5 @@
-;; Checks before loops that count: whether all the rounds stay inside the window is looked at once, and if so a copy of the loop runs
-;; that has neither a fence nor fuel.
+;; Checks before counted loops: whether all the rounds stay inside the window is looked at once, and if so a copy of the
+;; loop runs that has neither a fence nor fuel.
 (module
   (memory 1)
   (func (export "k") (param $n i32) (param $p i32) (param $out i32) (local $i i32) (local $sum f32)

@@ -1,5 +1,5 @@
-;; Calls: each is the function's operations in its place, with the caller's registers, so that what it does with a pointer is checked
-;; against the caller's window.
+;; Calls: each is the function's operations in its place, with the caller's registers, so that what it does with a
+;; pointer is checked against the caller's window.
 (module
   (memory 1)
   (func $twice (param $p i32) (result f32) (f32.mul (f32.load (local.get $p)) (f32.const 2)))

@@ -1,4 +1,5 @@
-;; Checks that are merged: three loads a fixed distance apart are one check, of all the bytes from the first to the last.
+;; Checks that are merged: three loads a fixed distance apart are one check, of all the bytes from the first to the
+;; last.
 (module
   (memory 1)
   (func (export "k") (param $i i32) (param $p i32) (param $out i32) (local $at i32)

@@ -1,5 +1,5 @@
-;; Where addresses come from: `p + i` is clamped into the window of `p`, and so is `q + (p - q)`. What comes from memory is looked up
-;; among all windows.
+;; Where addresses come from: `p + i` is clamped into the window of `p`, and so is `q + (p - q)`. What comes from memory
+;; is looked up among all windows.
 (module
   (memory 1)
   (func (export "k") (param $i i32) (param $p i32) (param $q i32)

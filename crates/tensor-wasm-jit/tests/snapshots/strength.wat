@@ -1,4 +1,5 @@
-;; Addresses in loops that count: `p + (i << 2)` and `q + j * stride` are pointers of the device to which something is added each round.
+;; Addresses in counted loops: `p + (i << 2)` and `q + j * stride` are pointers of the device to which something is
+;; added each round.
 (module
   (memory 1)
   (func (export "k") (param $n i32) (param $stride i32) (param $p i32) (param $q i32) (param $out i32)

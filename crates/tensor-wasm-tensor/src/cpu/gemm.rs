@@ -23,7 +23,7 @@ const WIDTH: usize = 2048;
 const HEIGHT: usize = 448;
 
 /// With fewer rows, the right matrix is read as it lies: each of its elements is used too seldom to pay for packing.
-const UNPACKED_ROWS_MAX: usize = 192;
+const UNPACKED_ROWS_MAX: usize = 512;
 
 /// Elements of the largest tile.
 const EDGE: usize = 14 * 32;

@@ -69,7 +69,7 @@ pub(super) struct Run {
 }
 
 /// A buffer on the device. Those of no bytes are parts of memory that is there anyway: no device has such buffers.
-enum Place {
+enum DeviceCopy {
     Buffer(Buffer),
     Empty(Pinned),
 }
@@ -197,7 +197,7 @@ impl Launching<'_> {
             // What did not fit into this machine's memory would not have fitted into a launch.
             let len = usize::try_from(bytes).unwrap_or(usize::MAX);
             let mut data = vec![0; len];
-            if let Place::Buffer(buffer) = &places[n] {
+            if let DeviceCopy::Buffer(buffer) = &places[n] {
                 let read = self.stream.stream.read_blocking(buffer.handle(), 0, &mut data);
                 read.map_err(|e| failed(e.into()))?;
             }
@@ -216,23 +216,23 @@ impl Launching<'_> {
     }
 
     /// Memory of the device with an argument's content.
-    fn place(&self, content: &Content) -> Result<Place, DeviceError> {
+    fn place(&self, content: &Content) -> Result<DeviceCopy, DeviceError> {
         if content.bytes == 0 {
-            return self.stream.stream.device().pinned(1).map(Place::Empty);
+            return self.stream.stream.device().pinned(1).map(DeviceCopy::Empty);
         }
         let buffer = self.stream.kernels.tenant.buffer(content.bytes)?;
         if let Some(file) = &content.file {
             self.stream.stream.write_blocking(buffer.handle(), 0, &file[content.begins..])?;
         }
-        Ok(Place::Buffer(buffer))
+        Ok(DeviceCopy::Buffer(buffer))
     }
 }
 
-impl Place {
+impl DeviceCopy {
     fn argument(&self) -> Argument {
         match self {
-            Place::Buffer(buffer) => Argument::Buffer(buffer.handle()),
-            Place::Empty(memory) => Argument::Pinned { memory: memory.clone(), offset: 0, bytes: 0 },
+            DeviceCopy::Buffer(buffer) => Argument::Buffer(buffer.handle()),
+            DeviceCopy::Empty(memory) => Argument::Pinned { memory: memory.clone(), offset: 0, bytes: 0 },
         }
     }
 }

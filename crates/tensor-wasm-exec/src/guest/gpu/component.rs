@@ -9,8 +9,8 @@ use wasmtime_wasi::p2::{DynPollable, Pollable, subscribe};
 
 use self::bindings::tensor_wasm::gpu::compute::{self, Error, Info, Kind, Size};
 use super::error::{ErrorKind, GpuError};
-use super::{HeldModule, State};
-use tensor_wasm_launch::{Argument, Launch};
+use super::{GuestLaunch, HeldModule, State};
+use tensor_wasm_launch::Argument;
 
 /// Interfaces of it begin with this.
 pub(crate) const PACKAGE: &str = "tensor-wasm:gpu/";
@@ -42,7 +42,7 @@ pub struct Buffer {
 pub struct Kernels(Arc<HeldModule>);
 
 #[allow(unreachable_pub, reason = "the bindings name it")]
-pub struct Completion(Launch);
+pub struct Completion(GuestLaunch);
 
 #[wasmtime_wasi::async_trait]
 impl Pollable for Completion {

@@ -8,8 +8,8 @@ use tensor_wasm_gpu::{Buffer, DeviceError, Handle};
 use wasmtime::{Caller, Extern, Linker, Memory};
 
 use super::error::{ErrorKind, GpuError};
-use super::{HeldModule, State};
-use tensor_wasm_launch::{Argument, KernelError, Launch};
+use super::{GuestLaunch, HeldModule, State};
+use tensor_wasm_launch::{Argument, KernelError};
 
 pub(crate) const MODULE: &str = "wasi:cuda/host@0.2.0";
 
@@ -28,7 +28,7 @@ pub(crate) struct Flat {
     kernels: Slab<(Arc<HeldModule>, String)>,
     buffers: Slab<Held>,
     /// Launches since the last time the guest waited.
-    launches: Vec<Launch>,
+    launches: Vec<GuestLaunch>,
     last_error: String,
 }
 

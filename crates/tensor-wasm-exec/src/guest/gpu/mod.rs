@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use tensor_wasm_gpu::{Buffer, TenantLimits};
 use tensor_wasm_jit::{MODULE_BYTES_MAX, Refusal};
-use tracing::Instrument;
+use tracing::{Instrument, Span};
 
 use super::running::RunningCall;
 use super::state::State;
@@ -52,6 +52,20 @@ pub(crate) struct HeldModule {
 impl Drop for HeldModule {
     fn drop(&mut self) {
         self.counted.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// A guest's launch, with a span that lasts until the guest hears of its end: sending it is the smallest part of it.
+pub(crate) struct GuestLaunch {
+    launch: Launch,
+    span: Option<Span>,
+}
+
+impl GuestLaunch {
+    pub(crate) async fn wait(&mut self) -> Result<(), KernelError> {
+        let ended = self.launch.wait().await;
+        self.span = None;
+        ended
     }
 }
 
@@ -183,7 +197,7 @@ impl State {
         groups: [u32; 3],
         items: [u32; 3],
         arguments: &[Argument],
-    ) -> Result<Launch, KernelError> {
+    ) -> Result<GuestLaunch, KernelError> {
         let stream = self.stream().await?;
         let session = self.session();
         session.under_way.retain(Canceller::is_under_way);
@@ -196,8 +210,8 @@ impl State {
         let budget = left.min(Duration::from_millis(call.account.limits.gpu_kernel_ms_max));
         let span = tracing::debug_span!("launch", kernel, ?groups, ?items);
         let launching = stream.launch(&module.module, kernel, groups, items, arguments, budget);
-        let launch = launching.instrument(span).await?;
+        let launch = launching.instrument(span.clone()).await?;
         self.session().under_way.push(launch.canceller());
-        Ok(launch)
+        Ok(GuestLaunch { launch, span: Some(span) })
     }
 }

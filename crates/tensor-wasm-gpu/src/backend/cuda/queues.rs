@@ -8,7 +8,6 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use cudarc::driver::sys as cu;
-use slab::Slab;
 
 use super::driver::check;
 use crate::error::DeviceError;
@@ -76,9 +75,9 @@ impl StreamMaker for Driver {
 
 pub(super) struct HardwareQueues<M: StreamMaker = Driver> {
     maker: M,
-    queues: Slab<Queue>,
+    queues: slab::Slab<Queue>,
     /// Which queue each user has.
-    uses: Slab<usize>,
+    uses: slab::Slab<usize>,
     counts: &'static QueueCounts,
     shared_max: usize,
     residents_max: usize,
@@ -119,7 +118,7 @@ impl<M: StreamMaker> HardwareQueues<M> {
         let residents_max = queues / 4;
         // One is the control stream's.
         let shared_max = (queues - residents_max).saturating_sub(1).max(1);
-        HardwareQueues { maker, queues: Slab::new(), uses: Slab::new(), counts, shared_max, residents_max }
+        HardwareQueues { maker, queues: slab::Slab::new(), uses: slab::Slab::new(), counts, shared_max, residents_max }
     }
 
     /// Where a user's jobs go.
