@@ -57,6 +57,23 @@ impl<const N: usize> Axes<N> {
         }
     }
 
+    /// How many lie one after the other in one of the tensors, from each multiple of as many on.
+    fn run(&self, tensor: usize) -> usize {
+        let inner = self.0.iter().rev();
+        inner
+            .fold((1, true), |(run, goes_on), (size, strides)| {
+                let goes_on = goes_on && strides[tensor] == signed(run);
+                (if goes_on { run * size } else { run }, goes_on)
+            })
+            .0
+    }
+
+    /// How far each is from the one before in one of the tensors, if that is the same for all.
+    fn step(&self, tensor: usize) -> Option<usize> {
+        let [(_, strides)] = &self.0[..] else { return None };
+        usize::try_from(strides[tensor]).ok()
+    }
+
     /// How far from the first element the others are, in both directions.
     fn reach(&self, tensor: usize) -> isize {
         self.0.iter().map(|(size, strides)| signed(size - 1).saturating_mul(strides[tensor].saturating_abs())).sum()
@@ -280,13 +297,15 @@ pub(super) unsafe fn contract<T: Multiply>(
             steps: part * cut.steps..((part + 1) * cut.steps).min(k),
         };
         if cut.parts == 1 {
+            let at = |row: usize, column: usize| to.at(block.position(row, column));
+            let to = Target { at, run: contraction.columns.run(1), step: contraction.rows.step(1) };
             // SAFETY: the caller's promise, and blocks do not overlap.
-            unsafe { block.compute(&left, &right, |row, column| to.at(block.position(row, column))) }
+            unsafe { block.compute(&left, &right, &to) }
         } else {
             let first = signed((part * matrices + batch) * m * n);
             let at = |row: usize, column: usize| partials.at(first + signed(row * n + column));
             // SAFETY: the same; every part has room of its own.
-            unsafe { block.compute(&left, &right, at) }
+            unsafe { block.compute(&left, &right, &Target { at, run: n, step: Some(n) }) }
         }
     };
     let items = blocks * cut.parts;
@@ -315,6 +334,16 @@ pub(super) unsafe fn contract<T: Multiply>(
     Ok(true)
 }
 
+/// Where a block goes.
+struct Target<F> {
+    /// Where the element of a row and column is.
+    at: F,
+    /// Columns that lie one after the other, from each multiple of as many on.
+    run: usize,
+    /// How far rows are apart, if that is the same for all.
+    step: Option<usize>,
+}
+
 /// A part of the result, or of the sums that make it.
 struct Block<'c> {
     contraction: &'c Contraction,
@@ -330,27 +359,17 @@ impl Block<'_> {
         self.start[2] + at(&self.contraction.rows.0, row)[1] + at(&self.contraction.columns.0, column)[1]
     }
 
-    /// Columns that lie one after the other in the result, so that a part of a row can be copied.
-    fn runs(&self) -> Vec<std::ops::Range<usize>> {
-        let mut runs: Vec<std::ops::Range<usize>> = Vec::new();
-        let mut last = 0;
-        for column in self.columns.clone() {
-            let to = at(&self.contraction.columns.0, column)[1];
-            match runs.last_mut() {
-                Some(run) if to == last + 1 => run.end = column + 1,
-                _ => runs.push(column..column + 1),
-            }
-            last = to;
-        }
-        runs
-    }
-
-    /// Computes it, and writes it to where `to` says that an element is.
+    /// Computes it, and writes it to where `to` says that elements are.
     ///
     /// # Safety
     ///
     /// Positions are inside of the operands and of the result, of which nobody else writes these elements.
-    unsafe fn compute<T: Multiply>(&self, left: &Operand<T>, right: &Operand<T>, to: impl Fn(usize, usize) -> *mut T) {
+    unsafe fn compute<T: Multiply>(
+        &self,
+        left: &Operand<T>,
+        right: &Operand<T>,
+        to: &Target<impl Fn(usize, usize) -> *mut T>,
+    ) {
         SCRATCH.with_borrow_mut(|scratch| {
             // SAFETY: the caller's promise.
             unsafe { self.compute_in(scratch, left, right, to) };
@@ -367,7 +386,7 @@ impl Block<'_> {
         scratch: &mut Scratch,
         left: &Operand<T>,
         right: &Operand<T>,
-        to: impl Fn(usize, usize) -> *mut T,
+        to: &Target<impl Fn(usize, usize) -> *mut T>,
     ) {
         let Scratch { elements, left_rows, left_steps, right_columns, right_steps } = scratch;
         let Contraction { rows, columns, steps, .. } = self.contraction;
@@ -388,6 +407,16 @@ impl Block<'_> {
         let packed_left = elements.as_mut_ptr().cast::<T>();
         let packed_right = packed_left.wrapping_add(left_count);
         let sums = packed_right.wrapping_add(right_count);
+        let columns_of = |strip: usize| {
+            let first = self.columns.start + strip * tile.columns;
+            first..(first + tile.columns).min(self.columns.end)
+        };
+        // A tile goes to the result at once if it is whole there, and lies in rows.
+        let direct = |strip: usize| {
+            let columns = columns_of(strip);
+            let is_whole = columns.len() == tile.columns && columns.start / to.run == (columns.end - 1) / to.run;
+            to.step.filter(|_| is_whole)
+        };
         for first in self.steps.clone().step_by(depth) {
             let steps = first..(first + depth).min(self.steps.end);
             let count = steps.len();
@@ -406,13 +435,17 @@ impl Block<'_> {
                 unsafe { T::pack_gathered(from, columns, right_steps, tile.columns, packed_right) };
                 for sliver in 0..slivers {
                     let row = sliver * each;
+                    let (to, to_stride) = match direct(strip) {
+                        Some(step) => ((to.at)(self.rows.start + row, columns_of(strip).start), step),
+                        None => (sums.wrapping_add(row * padded + strip * tile.columns), padded),
+                    };
                     let product = Sliver {
                         steps: count,
                         left: packed_left.wrapping_add(sliver * tile.width * count).cast_const(),
                         right: packed_right.cast_const(),
                         right_stride: tile.columns,
-                        to: sums.wrapping_add(row * padded + strip * tile.columns),
-                        to_stride: padded,
+                        to,
+                        to_stride,
                         adds: first > self.steps.start,
                     };
                     // SAFETY: both were packed, and there is room for whole strips of so many rows.
@@ -420,13 +453,17 @@ impl Block<'_> {
                 }
             }
         }
-        let runs = self.runs();
-        for row in 0..height {
-            for run in &runs {
-                let from = sums.wrapping_add(row * padded + run.start - self.columns.start).cast_const();
-                let to = to(self.rows.start + row, run.start);
-                // SAFETY: the sums were computed; the caller's promise.
-                unsafe { if run.len() == 1 { to.write(*from) } else { to.copy_from_nonoverlapping(from, run.len()) } }
+        for strip in (0..strips).filter(|strip| direct(*strip).is_none()) {
+            let mut columns = columns_of(strip);
+            while !columns.is_empty() {
+                let count = (to.run - columns.start % to.run).min(columns.len());
+                for row in 0..height {
+                    let from = sums.wrapping_add(row * padded + columns.start - self.columns.start).cast_const();
+                    let to = (to.at)(self.rows.start + row, columns.start);
+                    // SAFETY: the sums were computed; the caller's promise.
+                    unsafe { if count == 1 { to.write(*from) } else { to.copy_from_nonoverlapping(from, count) } }
+                }
+                columns.start += count;
             }
         }
     }

@@ -9,7 +9,7 @@
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
-use super::math::Float;
+use super::math::{self, Float};
 use crate::dtype::DType;
 use crate::graph::op::{BinaryOp, ReduceOp, UnaryOp};
 
@@ -152,7 +152,7 @@ fn choose() -> (Runner, &'static str) {
         {
             return (run_avx512, "AVX-512");
         }
-        if std::is_x86_feature_detected!("avx2") {
+        if std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma") {
             return (run_avx2, "AVX2");
         }
     }
@@ -162,12 +162,17 @@ fn choose() -> (Runner, &'static str) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn run_avx512(op: TileOp, args: &TileArgs) -> IsDefined {
+    if matches!(op, TileOp::Unary(UnaryOp::Exp, Class::F32)) {
+        // SAFETY: the caller's promise.
+        unsafe { math::x86::exp_avx512(args.to.cast(), args.a.cast(), args.n) };
+        return true;
+    }
     // SAFETY: the caller's promise.
     unsafe { run_any(op, args) }
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,fma")]
 unsafe fn run_avx2(op: TileOp, args: &TileArgs) -> IsDefined {
     // SAFETY: the caller's promise.
     unsafe { run_any(op, args) }
@@ -858,6 +863,8 @@ mod tests {
     #[test]
     fn every_set_of_instructions_computes_the_same() {
         let mut x: Vec<f32> = (0..100_u8).map(|n| (f32::from(n) - 50.0) * 0.37).collect();
+        // Exponentials of every size, and one number more than whole vectors.
+        x.extend((0..40_000_u16).map(|n| (f32::from(n) - 20_000.0) * 0.0061));
         x.extend([f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 1e30, -1e30, 1e-42]);
         let y: Vec<f32> = x.iter().rev().copied().collect();
         let ops = [UnaryOp::Exp, UnaryOp::Ln, UnaryOp::Sin, UnaryOp::Tanh, UnaryOp::Erf, UnaryOp::Round, UnaryOp::Sign];
