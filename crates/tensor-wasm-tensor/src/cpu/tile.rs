@@ -64,7 +64,7 @@ pub(crate) enum TileOp {
     StoreHalf(DType),
     /// `count` rows of `n` elements to one each.
     Reduce(ReduceOp, Class),
-    /// `n` elements into as many results.
+    /// `count` rows of `n` elements into as many results.
     Accumulate(ReduceOp, Class),
     /// The same into results of double precision, or the widest integers.
     AccumulateWide(ReduceOp, Class),
@@ -718,13 +718,34 @@ unsafe fn accumulate<A: Copy + Into<T>, T: Number>(op: ReduceOp, args: &TileArgs
     // SAFETY: the caller's promise; the results were initialised.
     let to = unsafe { std::slice::from_raw_parts_mut(args.to.cast::<T>(), args.n) };
     // SAFETY: the caller's promise.
-    let a = unsafe { elements::<A>(args.a, args.n) };
-    let pairs = to.iter_mut().zip(a);
+    let a = unsafe { elements::<A>(args.a, args.n * args.count) };
     match op {
-        ReduceOp::Sum => pairs.for_each(|(to, a)| *to = to.plus((*a).into())),
-        ReduceOp::Prod => pairs.for_each(|(to, a)| *to = to.times((*a).into())),
-        ReduceOp::Max => pairs.for_each(|(to, a)| *to = to.larger((*a).into())),
-        ReduceOp::Min => pairs.for_each(|(to, a)| *to = to.smaller((*a).into())),
+        ReduceOp::Sum => accumulate_by(to, a, T::plus),
+        ReduceOp::Prod => accumulate_by(to, a, T::times),
+        ReduceOp::Max => accumulate_by(to, a, T::larger),
+        ReduceOp::Min => accumulate_by(to, a, T::smaller),
+    }
+}
+
+/// Row after row, as many columns at once as stay in registers.
+#[inline(always)]
+fn accumulate_by<A: Copy + Into<T>, T: Copy>(to: &mut [T], a: &[A], f: impl Fn(T, T) -> T) {
+    const COLUMNS: usize = 64;
+    let width = to.len();
+    let (whole, rest) = to.as_chunks_mut::<COLUMNS>();
+    let first = width - rest.len();
+    for (n, to) in whole.iter_mut().enumerate() {
+        let mut sums = *to;
+        for row in a.chunks_exact(width) {
+            let row = &row[n * COLUMNS..(n + 1) * COLUMNS];
+            sums.iter_mut().zip(row).for_each(|(sum, a)| *sum = f(*sum, (*a).into()));
+        }
+        *to = sums;
+    }
+    if !rest.is_empty() {
+        for row in a.chunks_exact(width) {
+            rest.iter_mut().zip(&row[first..]).for_each(|(to, a)| *to = f(*to, (*a).into()));
+        }
     }
 }
 

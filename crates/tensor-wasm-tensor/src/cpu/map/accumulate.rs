@@ -5,7 +5,7 @@
 use super::super::memory::CpuBuffer;
 use super::super::tile::{self, Class, TileArgs, TileOp};
 use super::run::{Part, Run};
-use super::{Accumulate, CHUNK};
+use super::{Accumulate, CHUNK, TILE_MAX};
 use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::op::ReduceOp;
@@ -116,6 +116,10 @@ impl Run<'_> {
             1
         };
         let block = steps.div_ceil(blocks).max(1);
+        // Short rows that lie one after the other are computed some at a time. As many divide a group.
+        let is_close = strips == 1 && matches!(accumulate.reduced[..], [(_, stride)] if stride == columns);
+        let fit = if is_close { self.program.tile(TILE_MAX) / columns } else { 1 };
+        let at_once = 1 << fit.clamp(1, GROUP_ROWS).ilog2();
         let count = accumulate.results.len();
         let bytes = if blocks == 1 { 0 } else { outer * columns * blocks * count * 8 };
         let partial = CpuBuffer::uninitialized(bytes).ok_or(ErrorKind::OutOfMemory { bytes })?;
@@ -127,14 +131,16 @@ impl Run<'_> {
             let first = strip * tile;
             let width = tile.min(columns - first);
             let base = position(&accumulate.kept, row) + first;
-            self.with_tiles(tile, 1, |tiles| {
+            self.with_tiles(tile.max(at_once * width), 1, |tiles| {
                 let mut sums: Vec<Columns> =
                     accumulate.results.iter().map(|(op, dtype, ..)| Columns::new(*op, *dtype, width)).collect();
-                for step in block_number * block..((block_number + 1) * block).min(steps) {
+                let end = ((block_number + 1) * block).min(steps);
+                for step in (block_number * block..end).step_by(at_once) {
                     let start = base + position(&accumulate.reduced, step);
-                    self.part(tiles, Part { start, count: width, first_row: 0, rows: 0 });
+                    let rows = at_once.min(end - step);
+                    self.part(tiles, Part { start, count: rows * width, first_row: 0, rows: 0 });
                     for (sum, (.., from, _)) in sums.iter_mut().zip(&accumulate.results) {
-                        sum.add(self.address(tiles, *from, start));
+                        sum.add(self.address(tiles, *from, start), rows);
                     }
                 }
                 for (n, sum) in sums.iter_mut().enumerate() {
@@ -312,19 +318,24 @@ impl Columns {
         Columns { op, class: Class::of(dtype), group: vec![0; width], totals, rows: 0 }
     }
 
-    fn run(op: TileOp, to: *mut u8, a: *const u8, n: usize) {
-        let args = TileArgs { to, a, b: a, c: a, n, count: 1 };
-        // SAFETY: a row has as many elements as the group and the totals have room for.
+    fn run(op: TileOp, to: *mut u8, a: *const u8, n: usize, count: usize) {
+        let args = TileArgs { to, a, b: a, c: a, n, count };
+        // SAFETY: rows have as many elements as the group and the totals have room for.
         unsafe { tile::run(op, &args) };
     }
 
-    fn add(&mut self, row: *const u8) {
+    /// Adds rows that lie one after the other, no more than are missing in the group.
+    fn add(&mut self, rows: *const u8, count: usize) {
         let (to, n) = (self.group.as_mut_ptr().cast::<u8>(), self.totals.len());
         // The first row is what the group begins with.
-        let op = if self.rows == 0 { TileOp::Copy(self.class) } else { TileOp::Accumulate(self.op, self.class) };
-        Columns::run(op, to, row, n);
-        self.rows += 1;
-        if self.rows == GROUP_ROWS {
+        let first = usize::from(self.rows == 0);
+        if first == 1 {
+            Columns::run(TileOp::Copy(self.class), to, rows, n, 1);
+        }
+        let rest = rows.wrapping_add(first * n * self.class.size());
+        Columns::run(TileOp::Accumulate(self.op, self.class), to, rest, n, count - first);
+        self.rows += count;
+        if self.rows >= GROUP_ROWS {
             self.close_group();
         }
     }
@@ -332,7 +343,7 @@ impl Columns {
     fn close_group(&mut self) {
         if self.rows > 0 {
             let (to, n) = (self.totals.as_mut_ptr().cast::<u8>(), self.totals.len());
-            Columns::run(TileOp::AccumulateWide(self.op, self.class), to, self.group.as_ptr().cast(), n);
+            Columns::run(TileOp::AccumulateWide(self.op, self.class), to, self.group.as_ptr().cast(), n, 1);
             self.rows = 0;
         }
     }
