@@ -46,12 +46,12 @@ pub struct ExplainedKernel {
 }
 
 pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, TensorError> {
-    let snapshot = Snapshot::take(nodes)?;
+    let snapshot = Snapshot::take(nodes, mode)?;
     let device = format!("cpu, {} threads, {}", cpu::threads(), cpu::instructions());
     if snapshot.outputs.is_empty() {
         return Ok(Explanation { kernels: Vec::new(), not_fused: Vec::new(), is_planned: true, peak_bytes: 0, device });
     }
-    let is_planned = is_planned(&snapshot, mode);
+    let is_planned = is_planned(&snapshot);
     let grouping = Grouping::of(&snapshot, mode);
     let plan = grouping.plan();
     let apart = |(node, why): (usize, WhyNot)| {

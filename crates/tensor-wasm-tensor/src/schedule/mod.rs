@@ -63,7 +63,7 @@ pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError
         node.realize(value);
         return Ok(());
     }
-    let snapshot = Snapshot::take(nodes)?;
+    let snapshot = Snapshot::take(nodes, mode)?;
     if snapshot.outputs.is_empty() {
         return Ok(());
     }
@@ -104,20 +104,13 @@ fn single(node: &Node) -> Option<Value> {
     }
 }
 
-fn key(snapshot: &Snapshot, mode: Mode) -> Vec<u64> {
-    let mut key = snapshot.key.clone();
-    key.push(u64::from(mode == Mode::Eager));
-    key
-}
-
 /// Whether there is a plan for it.
-fn is_planned(snapshot: &Snapshot, mode: Mode) -> bool {
-    let key = key(snapshot, mode);
-    PLANS.lock().iter().any(|(known, _)| **known == *key)
+fn is_planned(snapshot: &Snapshot) -> bool {
+    PLANS.lock().iter().any(|(known, _)| **known == *snapshot.key)
 }
 
 fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
-    let key = key(snapshot, mode);
+    let key = &snapshot.key[..];
     {
         let mut plans = PLANS.lock();
         if let Some(at) = plans.iter().position(|(known, _)| **known == *key) {
@@ -139,5 +132,5 @@ fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
 
 #[cfg(test)]
 pub(crate) fn plan_of(nodes: &[Arc<Node>], mode: Mode) -> Result<Plan, TensorError> {
-    Ok(Grouping::of(&Snapshot::take(nodes)?, mode).plan())
+    Ok(Grouping::of(&Snapshot::take(nodes, mode)?, mode).plan())
 }

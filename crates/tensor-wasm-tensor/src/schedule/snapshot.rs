@@ -1,6 +1,6 @@
 //! A graph as it is at one moment, and its key: graphs that have the same are computed by the same plan.
 
-use std::collections::HashMap;
+use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
@@ -9,6 +9,7 @@ use crate::graph::op::{FoldedAxis, Movement, Op};
 use crate::graph::{Node, Value};
 use crate::shape::{Layout, Shape};
 
+use super::Mode;
 use super::plan::Parameter;
 
 pub(super) struct Snapshot {
@@ -29,9 +30,27 @@ pub(super) struct SnapshotNode {
     pub number: usize,
 }
 
-/// By the numbers of nodes, which are different and need no more than to be spread.
-type ById<T> = HashMap<u64, T, BuildHasherDefault<IdHasher>>;
+/// Nodes of a graph beyond which those that were met are found by hashing.
+const SEARCHED_MAX: usize = 16;
 
+/// Numbers of the nodes that were met, once there are many.
+#[derive(Default)]
+struct Seen(HashSet<u64, BuildHasherDefault<IdHasher>>);
+
+impl Seen {
+    /// Whether a node is new, beside those that were found already.
+    fn insert(&mut self, id: u64, found: &[Found]) -> bool {
+        if found.len() < SEARCHED_MAX {
+            return found.iter().all(|(node, ..)| node.id != id);
+        }
+        if self.0.is_empty() {
+            self.0.extend(found.iter().map(|(node, ..)| node.id));
+        }
+        self.0.insert(id)
+    }
+}
+
+/// Numbers of nodes are different, and need no more than to be spread.
 #[derive(Default)]
 struct IdHasher(u64);
 
@@ -53,12 +72,14 @@ impl Hasher for IdHasher {
 type Found = (Arc<Node>, Op, Vec<u64>, Option<Value>);
 
 impl Snapshot {
-    pub(super) fn take(asked: &[Arc<Node>]) -> Result<Snapshot, TensorError> {
+    /// Of nodes, to be computed in a mode, which is part of the key.
+    pub(super) fn take(asked: &[Arc<Node>], mode: Mode) -> Result<Snapshot, TensorError> {
         let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
         let missing: Vec<u64> = left.iter().map(|node| node.id).collect();
-        let mut found: ById<Found> = ById::default();
+        let mut found: Vec<Found> = Vec::with_capacity(4);
+        let mut seen = Seen::default();
         while let Some(node) = left.pop() {
-            if found.contains_key(&node.id) {
+            if !seen.insert(node.id, &found) {
                 continue;
             }
             let state = node.state.lock();
@@ -74,15 +95,16 @@ impl Snapshot {
                 (None, None) => return Err(TensorError::new("realize", ErrorKind::GraphFreed, node.at)),
             };
             drop(state);
-            found.insert(node.id, (node, op, inputs, value));
+            found.push((node, op, inputs, value));
         }
-        let mut sorted: Vec<_> = found.into_values().collect();
-        sorted.sort_unstable_by_key(|(node, ..)| node.id);
-        let position: ById<usize> = sorted.iter().enumerate().map(|(at, (node, ..))| (node.id, at)).collect();
-        let (mut nodes, mut leaves, mut parameters) = (Vec::with_capacity(sorted.len()), Vec::new(), Vec::new());
-        let mut key = Vec::with_capacity(8 * sorted.len());
-        for (node, op, inputs, value) in sorted {
-            let inputs: Vec<usize> = inputs.iter().filter_map(|id| position.get(id).copied()).collect();
+        found.sort_unstable_by_key(|(node, ..)| node.id);
+        let ids: Vec<u64> = found.iter().map(|(node, ..)| node.id).collect();
+        let position = |id: &u64| ids.binary_search(id).ok();
+        let (mut nodes, mut leaves, mut parameters) = (Vec::with_capacity(found.len()), Vec::new(), Vec::new());
+        let mut key = Vec::with_capacity(16 * found.len() + 1);
+        key.push(u64::from(mode == Mode::Eager));
+        for (node, op, inputs, value) in found {
+            let inputs: Vec<usize> = inputs.iter().filter_map(position).collect();
             let is_output = missing.contains(&node.id);
             let number = match &op {
                 Op::Fill(scalar) => add(&mut parameters, Parameter::Scalar(*scalar)),
@@ -93,7 +115,7 @@ impl Snapshot {
             leaves.extend(value);
             nodes.push(SnapshotNode { node, op, inputs, number });
         }
-        let mut outputs: Vec<usize> = missing.iter().filter_map(|id| position.get(id).copied()).collect();
+        let mut outputs: Vec<usize> = missing.iter().filter_map(position).collect();
         outputs.sort_unstable();
         outputs.dedup();
         Ok(Snapshot { nodes, leaves, parameters, outputs, key })
