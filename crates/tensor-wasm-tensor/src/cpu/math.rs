@@ -1,6 +1,7 @@
 //! Functions of floats. Those of single precision are written without branches, so that the compiler makes vectors of
-//! them; fused multiply-adds are written where they are meant, so that results have the same bits whatever vectors there
-//! are (a machine without them computes them slowly); polynomials are minimax fits of our own. Those of double precision are the system's.
+//! them. Fused multiply-adds are written where they are meant, so that results have the same bits whatever vectors
+//! there are (a machine without them computes them slowly). Polynomials are minimax fits of our own. Those of double
+//! precision are the system's.
 
 /// A float that kernels compute with.
 pub(crate) trait Float: Copy + Default + PartialOrd + Send + Sync + 'static {
