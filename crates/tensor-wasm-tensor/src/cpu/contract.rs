@@ -12,7 +12,7 @@ use super::gemm::{Multiply, SLACK, Sliver, tile_product};
 use super::memory::CpuBuffer;
 use super::threads::parallel;
 use crate::error::ErrorKind;
-use crate::shape::{AxisSet, Layout, Shape};
+use crate::shape::{AxisSet, Layout, RANK_MAX, Shape};
 
 /// Steps that are packed at once.
 const DEPTH: usize = 256;
@@ -46,14 +46,27 @@ impl<const N: usize> Axes<N> {
         let Some(((inner, strides), outer)) = self.0.split_last() else {
             return to.extend(indices.map(|_| 0));
         };
-        let mut index = indices.start;
-        while index < indices.end {
-            let row: isize = at(outer, index / inner)[tensor];
-            let within = index % inner;
-            let count = (inner - within).min(indices.end - index);
+        // Divided once, then counted: rows of an image are short.
+        let (mut rest, mut within) = (indices.start / inner, indices.start % inner);
+        let mut index = [0; RANK_MAX];
+        for (axis, (size, _)) in outer.iter().enumerate().rev() {
+            (index[axis], rest) = (rest % size, rest / size);
+        }
+        let mut left = indices.len();
+        while left > 0 {
+            let places = outer.iter().zip(index).map(|((_, strides), along)| signed(along) * strides[tensor]);
+            let row: isize = places.sum();
+            let count = (inner - within).min(left);
             #[expect(clippy::cast_possible_truncation, reason = "`is_near` has seen that all of them fit")]
             to.extend((within..within + count).map(|n| (row + signed(n) * strides[tensor]) as i32));
-            index += count;
+            (left, within) = (left - count, 0);
+            for (axis, (size, _)) in outer.iter().enumerate().rev() {
+                index[axis] += 1;
+                if index[axis] < *size {
+                    break;
+                }
+                index[axis] = 0;
+            }
         }
     }
 
@@ -433,18 +446,18 @@ impl Block<'_> {
                 let from = right.from(self.start[1]);
                 // SAFETY: the caller's promise, and there is room for the strip.
                 unsafe { T::pack_gathered(from, columns, right_steps, tile.columns, packed_right) };
+                let (corner, to_stride) = match direct(strip) {
+                    Some(step) => ((to.at)(self.rows.start, columns_of(strip).start), step),
+                    None => (sums.wrapping_add(strip * tile.columns), padded),
+                };
                 for sliver in 0..slivers {
                     let row = sliver * each;
-                    let (to, to_stride) = match direct(strip) {
-                        Some(step) => ((to.at)(self.rows.start + row, columns_of(strip).start), step),
-                        None => (sums.wrapping_add(row * padded + strip * tile.columns), padded),
-                    };
                     let product = Sliver {
                         steps: count,
                         left: packed_left.wrapping_add(sliver * tile.width * count).cast_const(),
                         right: packed_right.cast_const(),
                         right_stride: tile.columns,
-                        to,
+                        to: corner.wrapping_add(row * to_stride),
                         to_stride,
                         adds: first > self.steps.start,
                     };
