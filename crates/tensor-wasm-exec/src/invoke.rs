@@ -134,7 +134,7 @@ impl Runtime {
             serving,
             used: Used::default(),
             series: counted.run(),
-            span: parent_span(),
+            span: parking_lot::Mutex::new(parent_span()),
         });
         let run = GuestRun { pool: self.pool.clone(), linked, permit, call: call.clone(), given };
         let ended = match prepared {

@@ -265,7 +265,7 @@ impl LocalRun {
             may_reuse: false,
             used: Used::default(),
             series: Arc::default(),
-            span: tracing::Span::none(),
+            span: tracing::Span::none().into(),
         }
     }
 

@@ -662,7 +662,7 @@ mod tests {
             may_reuse: false,
             used: Used::default(),
             series: Arc::default(),
-            span: tracing::Span::none(),
+            span: tracing::Span::none().into(),
         });
         let store = state::store(runtime.engines.get(EngineKind::Plain), &running, None);
         let ours = runtime.pool.cannot_start(&store, &wasmtime::Error::msg("/dev/shm: no space left"));

@@ -350,18 +350,28 @@ struct Generator {
     rng: SmallRng,
     /// What can be used; all of them floats of one type, or integers.
     made: Vec<Tensor>,
+    /// A size that some axes of this graph have: of all others, none is as long as a vector.
+    wide: usize,
 }
 
 impl Generator {
     fn new(seed: u64) -> Generator {
-        Generator { rng: SmallRng::seed_from_u64(seed), made: Vec::new() }
+        let mut rng = SmallRng::seed_from_u64(seed);
+        // Longer than a vector, or than rows that are computed side by side. Few: definitions are slow.
+        let wide = [6, 6, 6, 6, 6, 17, 70, 130][rng.random_range(0..8)];
+        Generator { rng, made: Vec::new(), wide }
     }
 
     fn shape(&mut self) -> Vec<usize> {
         let rank = self.rng.random_range(0..4);
         let sizes = [1, 1, 2, 3, 4, 5, 7, 0];
         let most = if self.rng.random_ratio(1, 20) { 8 } else { 7 };
-        (0..rank).map(|_| sizes[self.rng.random_range(0..most)]).collect()
+        let mut shape: Vec<usize> = (0..rank).map(|_| sizes[self.rng.random_range(0..most)]).collect();
+        if rank > 0 && self.rng.random_bool(0.4) {
+            let axis = self.rng.random_range(0..rank);
+            shape[axis] = self.wide;
+        }
+        shape
     }
 
     #[expect(clippy::cast_possible_truncation, reason = "elements are small")]
@@ -488,7 +498,7 @@ impl Generator {
                 23 if a.rank() > 0 => a.pad(&vec![1; a.rank()], &vec![0; a.rank()]),
                 _ => continue,
             };
-            if made.numel() < 20_000 {
+            if made.numel() < if self.wide > 6 { 3_000 } else { 20_000 } {
                 return made;
             }
         }

@@ -128,6 +128,24 @@ fn numbers_behave_as_documented() {
     }
 }
 
+/// A kernel that computes `2m` where `m` was and sums `m` up has to read it first.
+#[test]
+fn what_is_reduced_is_read_before_anything_takes_its_place() {
+    for (shape, axis) in [([128, 48], 0), ([4, 20_000], 1), ([70, 3], 0)] {
+        let (a, b) = (Tensor::uniform(&[shape[0], 5], 1, DType::F64), Tensor::uniform(&[5, shape[1]], 2, DType::F64));
+        let both = |m: &Tensor| m * 2.0 + m.sum_keepdims(axis);
+        let fused = both(&a.matmul(&b));
+        let product = a.matmul(&b);
+        product.realize().unwrap();
+        let sums = product.sum_keepdims(axis);
+        sums.realize().unwrap();
+        let expected = (&product * 2.0 + &sums).to_f64().unwrap();
+        for (found, expected) in fused.to_f64().unwrap().iter().zip(&expected) {
+            assert!((found - expected).abs() <= 1e-9 * expected.abs(), "{shape:?}: {found} and {expected}");
+        }
+    }
+}
+
 #[test]
 fn large_reductions_are_right_and_the_same_on_any_number_of_threads() {
     for shape in

@@ -317,7 +317,8 @@ fn shortfalls(tree: &Tree, line: &str) -> Vec<String> {
     let mut complaints = Vec::new();
     for row in short {
         let figure = crate::results::number(if row["ratio"].is_null() { &row["ours"] } else { &row["ratio"] });
-        if !said.is_some_and(|said| said.contains(&figure)) {
+        let words = |said: &str| said.split(|c: char| !c.is_ascii_digit() && c != '.').any(|word| word == figure);
+        if !said.is_some_and(words) {
             let text = |key: &str| row[key].as_str().unwrap_or("?").to_owned();
             complaints.push(format!(
                 "{} does not hold, and its row lacks \"falls short: {figure} (goal {})\"",

@@ -73,8 +73,8 @@ fn calls_are_counted_by_tenant_and_function() {
     server.invoke("a", r#"{"export":"trap"}"#).refused(422, "guest_trap");
     server.invoke("math", r#"{"export":"nope"}"#).refused(400, "missing_export");
     let of = |name: &str, labels: &str| server.metric(&format!("tensor_wasm_function_{name}{{{labels}}}"));
-    let math = r#"tenant="default",function="math""#;
-    let a = r#"tenant="default",function="a""#;
+    let math = r#"tenant_id="default",function="math""#;
+    let a = r#"tenant_id="default",function="a""#;
     assert_eq!(of("invocations_total", &format!(r#"{math},outcome="ok""#)), 3.0);
     assert_eq!(of("invocations_total", &format!(r#"{math},outcome="rejected""#)), 1.0);
     assert_eq!(of("duration_seconds_count", math), 3.0);
@@ -85,11 +85,11 @@ fn calls_are_counted_by_tenant_and_function() {
     for name in ["b", "c"] {
         server.invoke(name, r#"{"export":"trap"}"#);
     }
-    assert_eq!(of("invocations_total", r#"tenant="other",function="other",outcome="fault""#), 2.0);
+    assert_eq!(of("invocations_total", r#"tenant_id="other",function="other",outcome="fault""#), 2.0);
     server.request("DELETE", "/functions/math", &[], b"");
     assert!(!server.get("/metrics").text().contains(r#"function="math""#), "they go with the function");
     server.invoke("b", r#"{"export":"trap"}"#);
-    let b = r#"tenant="default",function="b",outcome="fault""#;
+    let b = r#"tenant_id="default",function="b",outcome="fault""#;
     assert_eq!(of("invocations_total", b), 1.0, "and leave room");
 }
 

@@ -51,8 +51,9 @@ pub(crate) struct RunningCall {
     pub used: Used,
     /// Where it is counted by tenant and function.
     pub series: Arc<FunctionSeries>,
-    /// The request's, where spans are exported.
-    pub span: Span,
+    /// The request's, where spans are exported, until the call ends: an instance that is kept for a later call keeps
+    /// this record, and no span is exported as long as somebody has it.
+    pub span: parking_lot::Mutex<Span>,
 }
 
 /// What a call brings for its guest's WASI context. Held by the guest's store alone: a stream ends when its writer
@@ -103,14 +104,14 @@ impl RunningCall {
 
     /// While its instance is made.
     pub(crate) fn instance_span(&self) -> Span {
-        tracing::debug_span!(parent: &self.span, "instance")
+        tracing::debug_span!(parent: &*self.span.lock(), "instance")
     }
 
     /// While its guest runs, by OpenTelemetry's semantic conventions for functions.
     pub(crate) fn call_span(&self) -> Span {
         let function = &self.serving.function;
         tracing::debug_span!(
-            parent: &self.span,
+            parent: &*self.span.lock(),
             "call",
             faas.name = function.name,
             faas.version = self.serving.revision().revision.as_str(),

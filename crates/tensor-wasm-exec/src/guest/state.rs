@@ -129,6 +129,7 @@ impl State {
 
     /// Lets go of what was the call's alone, before the instance waits for another.
     pub(crate) fn end_call(&mut self) {
+        *self.call().span.lock() = tracing::Span::none();
         if let Some(session) = &mut self.session {
             session.end_call();
         }

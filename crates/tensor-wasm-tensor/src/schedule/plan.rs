@@ -221,20 +221,30 @@ impl MapKernel {
         for (value, store) in &self.stores {
             let (space, is_full) = (self.space, self.values[*value].level == Level::Full);
             let bytes = slots[*store].dtype.size();
-            let fits = |view: &BufferView| {
+            let fits = |load: &usize| {
+                let view = &self.loads[*load];
                 let Some(slot) = view.slot().filter(|slot| slots[*slot].last_step == Some(n)) else { return false };
                 let reads = self.loads.iter().filter(|other| other.slot() == Some(slot)).count();
                 let is_straight = view.layout.has_strides(&space.strides()) && view.layout.offset == 0;
                 is_full
                     && reads == 1
+                    && !self.is_read_late(*load)
                     && is_straight
                     && view.dtype.size() == bytes
                     && slots[slot].shape.numel() == space.numel()
             };
-            let load = (0..self.loads.len()).find(|load| !taken.contains(load) && fits(&self.loads[*load]));
+            let load = (0..self.loads.len()).find(|load| !taken.contains(load) && fits(load));
             taken.extend(load);
             self.in_place.push(load);
         }
+    }
+
+    /// Whether a load may be read when results are written already: where everything reduced is a result, tiles are
+    /// computed first and reduced then, and what is stored as it is is copied at the end.
+    fn is_read_late(&self, load: usize) -> bool {
+        let is_load = |value: usize| self.values[value].kind == ValueKind::Load(load);
+        let is_reduced = |value: &MapValue| matches!(value.kind, ValueKind::Reduce(_, operand) if is_load(operand));
+        self.values.iter().any(is_reduced) || self.stores.iter().any(|(value, _)| is_load(*value))
     }
 
     /// The space without its reduced axes, which have size 1.

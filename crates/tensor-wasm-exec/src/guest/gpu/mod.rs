@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tensor_wasm_gpu::{Buffer, TenantLimits};
 use tensor_wasm_jit::{MODULE_BYTES_MAX, Refusal};
 use tracing::{Instrument, Span};
@@ -36,7 +37,7 @@ const MODULES_BYTES_MAX: usize = 16 << 20;
 #[derive(Default)]
 pub(crate) struct Session {
     stream: Option<LaunchStream>,
-    under_way: Vec<Canceller>,
+    under_way: Vec<(Canceller, LaunchSpan)>,
     /// Bytes of the kernel modules it holds.
     module_bytes: Arc<AtomicUsize>,
     flat: flat::Flat,
@@ -58,14 +59,32 @@ impl Drop for HeldModule {
 /// A guest's launch, with a span that lasts until the guest hears of its end: sending it is the smallest part of it.
 pub(crate) struct GuestLaunch {
     launch: Launch,
-    span: Option<Span>,
+    span: LaunchSpan,
 }
 
 impl GuestLaunch {
     pub(crate) async fn wait(&mut self) -> Result<(), KernelError> {
         let ended = self.launch.wait().await;
-        self.span = None;
+        self.span.end();
         ended
+    }
+}
+
+/// A launch's span, if anybody listens. It ends with the wait or with the call, whichever comes first: one that a guest
+/// kept would keep those of its call and its request from being exported.
+#[derive(Clone)]
+struct LaunchSpan(Option<Arc<Mutex<Option<Span>>>>);
+
+impl LaunchSpan {
+    fn new(span: Span) -> LaunchSpan {
+        LaunchSpan((!span.is_disabled()).then(|| Arc::new(Mutex::new(Some(span)))))
+    }
+
+    fn end(&self) {
+        // It ends when it was left for the last time.
+        if let Some(span) = self.0.as_ref().and_then(|span| span.lock().take()) {
+            span.in_scope(|| ());
+        }
     }
 }
 
@@ -80,7 +99,10 @@ fn check_module_bytes(bytes: usize) -> Result<(), KernelError> {
 impl Session {
     /// Stops the launches that a call did not wait for; the next one hears nothing of them.
     pub(crate) fn end_call(&mut self) {
-        self.under_way.drain(..).for_each(|launch| launch.cancel());
+        for (launch, span) in self.under_way.drain(..) {
+            launch.cancel();
+            span.end();
+        }
         self.flat.end_call();
     }
 }
@@ -200,7 +222,7 @@ impl State {
     ) -> Result<GuestLaunch, KernelError> {
         let stream = self.stream().await?;
         let session = self.session();
-        session.under_way.retain(Canceller::is_under_way);
+        session.under_way.retain(|(launch, _)| launch.is_under_way());
         if session.under_way.len() >= LAUNCHES_MAX {
             let why = format!("{LAUNCHES_MAX} launches are under way that were not waited for");
             return Err(KernelError::Busy(why));
@@ -211,7 +233,8 @@ impl State {
         let span = tracing::debug_span!("launch", kernel, ?groups, ?items);
         let launching = stream.launch(&module.module, kernel, groups, items, arguments, budget);
         let launch = launching.instrument(span.clone()).await?;
-        self.session().under_way.push(launch.canceller());
-        Ok(GuestLaunch { launch, span: Some(span) })
+        let span = LaunchSpan::new(span);
+        self.session().under_way.push((launch.canceller(), span.clone()));
+        Ok(GuestLaunch { launch, span })
     }
 }

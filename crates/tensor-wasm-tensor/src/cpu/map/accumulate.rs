@@ -118,7 +118,7 @@ impl Run<'_> {
         let block = steps.div_ceil(blocks).max(1);
         // Short rows that lie one after the other are computed some at a time. As many divide a group.
         let is_close = strips == 1 && matches!(accumulate.reduced[..], [(_, stride)] if stride == columns);
-        let fit = if is_close { self.program.tile(TILE_MAX) / columns } else { 1 };
+        let fit = if is_close { (self.program.tile(TILE_MAX) / columns).min(block) } else { 1 };
         let at_once = 1 << fit.clamp(1, GROUP_ROWS).ilog2();
         let count = accumulate.results.len();
         let bytes = if blocks == 1 { 0 } else { outer * columns * blocks * count * 8 };
