@@ -72,6 +72,7 @@ const CASES: &[Case] = &[
     ("a_resident_kernel_beats_until_it_is_told_to_end", streams::resident),
     ("a_resident_kernel_that_neither_beats_nor_ends_costs_its_worker", streams::mute_resident),
     ("graphs_replay_what_was_recorded", graphs),
+    ("sequences_run_at_once_and_graphs_with_other_buffers_in_the_same_places", sequences),
     ("kernels_run_or_are_refused", kernels),
     ("bad_modules_kernels_parameters_and_grids_are_refused", bad_kernels),
     ("a_modules_variables_are_its_tenants_own", own_globals),
@@ -480,6 +481,56 @@ fn graphs(setup: &Setup) {
     tenant.free(again).unwrap();
     let bad = [GraphStep::Fill { buffer: b.handle(), offset: 999, bytes: 2, value: 3 }];
     assert!(matches!(block_on(tenant.graph(&bad)), Err(DeviceError::OutOfRange { .. })));
+}
+
+fn sequences(setup: &Setup) {
+    let tenant = setup.tenant("sequences");
+    let a = tenant.buffer(1_000).unwrap();
+    let bytes = random_bytes(6, 1_000);
+    write(&tenant, a.handle(), 0, &bytes);
+    let steps = |to: Handle| {
+        [
+            GraphStep::Copy { from: (a.handle(), 0), to: (to, 0), bytes: 1_000 },
+            GraphStep::Fill { buffer: to, offset: 10, bytes: 20, value: 7 },
+        ]
+    };
+    let expected: Vec<u8> =
+        bytes.iter().enumerate().map(|(n, byte)| if (10..30).contains(&n) { 7 } else { *byte }).collect();
+    let first = tenant.alloc(1_000).unwrap();
+    tenant.run(&steps(first), &[first]).unwrap().wait().unwrap();
+    assert_eq!(read(&tenant, first, 0, 1_000), expected);
+    // What a sequence does not say that it overwrites reads as zeros before it.
+    tenant.free(first).unwrap();
+    let second = tenant.alloc(1_000).unwrap();
+    let part = [GraphStep::Fill { buffer: second, offset: 0, bytes: 10, value: 9 }];
+    tenant.run(&part, &[]).unwrap().wait().unwrap();
+    let seen = read(&tenant, second, 0, 1_000);
+    assert!(seen[..10] == [9; 10] && seen[10..].iter().all(|byte| *byte == 0), "never bytes from before");
+    // A block that was freed is the next that is handed out: the graph takes it for the other.
+    let graph = block_on(tenant.graph_over(&steps(second), &[second])).unwrap();
+    tenant.free(second).unwrap();
+    let third = tenant.alloc(1_000).unwrap();
+    let replayed = tenant.replay_over(&graph, &[a.handle(), third], &[third]).unwrap();
+    replayed.expect("it lies where the other lay").wait().unwrap();
+    assert_eq!(read(&tenant, third, 0, 1_000), expected);
+    // In another place, or of another size, it is not the same.
+    let elsewhere = tenant.alloc(1_000).unwrap();
+    assert!(tenant.replay_over(&graph, &[a.handle(), elsewhere], &[]).unwrap().is_none());
+    assert!(tenant.replay_over(&graph, &[a.handle()], &[]).unwrap().is_none());
+    tenant.free(third).unwrap();
+    let smaller = tenant.alloc(999).unwrap();
+    assert!(tenant.replay_over(&graph, &[a.handle(), smaller], &[]).unwrap().is_none());
+    assert_eq!(tenant.replay_over(&graph, &[a.handle(), third], &[]).err(), Some(DeviceError::StaleHandle));
+    let other = setup.tenant("other sequences");
+    let own = other.alloc(1_000).unwrap();
+    assert_eq!(other.replay_over(&graph, &[own, own], &[]).err(), Some(DeviceError::ForeignHandle));
+    // What is wrong with one step is wrong with all.
+    let bad = [
+        GraphStep::Fill { buffer: elsewhere, offset: 0, bytes: 1_000, value: 1 },
+        GraphStep::Fill { buffer: elsewhere, offset: 999, bytes: 2, value: 1 },
+    ];
+    assert!(matches!(tenant.run(&bad, &[elsewhere]), Err(DeviceError::OutOfRange { .. })));
+    assert!(read(&tenant, elsewhere, 0, 1_000).iter().all(|byte| *byte == 0));
 }
 
 const PTX: &str = r"

@@ -188,6 +188,13 @@ impl BuiltKernel {
         ptx::emit(&legalize::legalize(self.body.clone(), &self.windows, WindowSizes::Any))
     }
 
+    /// Compiles it without a fence: for kernels whose host vouches for every access, for the end of every loop, and for
+    /// every division. Its parameters are the addresses of windows, each of fewer than 4 GiB, and numbers; nothing
+    /// else. Refused if an address is not known to be of one window, or of shared memory.
+    pub fn compile_trusted(&self) -> Result<KernelImage, Refusal> {
+        ptx::emit(&legalize::legalize(self.body.clone(), &self.windows, WindowSizes::Trusted))
+    }
+
     /// Compiles it for a CPU.
     pub fn compile_host(&self) -> Result<HostImage, Refusal> {
         host::emit(&legalize::legalize(self.body.clone(), &self.windows, WindowSizes::FitAccesses))

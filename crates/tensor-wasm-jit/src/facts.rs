@@ -316,6 +316,11 @@ impl Facts {
         self.singles.get(reg.0 as usize).copied().unwrap_or(false)
     }
 
+    /// The same of a legalised kernel, whose own registers each get what one operation makes canonical.
+    pub(crate) fn is_single_or_added(&self, reg: Reg) -> bool {
+        self.singles.get(reg.0 as usize).copied().unwrap_or(true)
+    }
+
     /// The register that another is a fixed distance from, and that distance.
     pub(crate) fn root(&self, reg: Reg) -> (Reg, i32) {
         self.roots.get(reg.0 as usize).copied().unwrap_or((reg, 0))

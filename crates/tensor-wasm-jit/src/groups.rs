@@ -1,6 +1,6 @@
 //! Accesses of a legalised kernel that are checked together: those of one width whose addresses are a fixed distance
-//! apart, with nothing between them that could keep the later ones from being reached. And loads among them that are
-//! done at once, as a vector.
+//! apart, with nothing between them that could keep the later ones from being reached. And loads or stores among them
+//! that are done at once, as a vector.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ const REACH_MAX: i64 = 1 << 10;
 /// Each may need registers of its own, and the device's compiler has only so many.
 const GROUPS_MAX: usize = 48;
 
-/// The longest vector that a device loads at once.
+/// The longest vector that a device loads or stores at once.
 const VECTOR_BYTES_MAX: i64 = 16;
 
 /// What an access has in common with others.
@@ -33,12 +33,12 @@ pub(crate) struct GroupMember {
     pub is_first: bool,
 }
 
-/// A load's part in a vector.
+/// The part of a load or store in a vector.
 #[derive(Debug, Clone)]
 pub(crate) enum VectorPart {
-    /// It loads all of them, from the lowest on.
+    /// It loads or stores all of them, from the lowest on. Of loads it is the first, of stores the last.
     Lead { registers: Vec<Reg>, distance: u32, from_root: i32 },
-    /// It was loaded before.
+    /// It was loaded before, or is stored later.
     Rest,
 }
 
@@ -63,9 +63,11 @@ struct GroupedAccess {
     operation: usize,
     /// From the root.
     distance: i64,
-    /// What is loaded, if it is a load of whole registers.
-    loaded: Option<Reg>,
-    /// How many stores came before.
+    /// What is loaded or stored, if whole registers are.
+    moved: Option<Reg>,
+    is_load: bool,
+    /// Counts what must not be moved across: for loads whatever is no load, for stores whatever is no store of the
+    /// group.
     epoch: usize,
 }
 
@@ -73,7 +75,8 @@ struct GroupedAccess {
 pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
     let mut groups = AccessGroups::default();
     let mut open: HashMap<(Reg, u32), OpenGroup> = HashMap::new();
-    let mut epoch = 0;
+    let (mut load_epoch, mut store_epoch) = (0, 0);
+    let mut last_stored: Option<(Reg, u32)> = None;
     for (n, op) in body.ops.iter().enumerate() {
         // A check that traps does not end a group: the launch has failed then, whichever check finds it first.
         if op.flow() != Flow::Straight {
@@ -84,17 +87,27 @@ pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
             continue;
         }
         let Some((at, access)) = op.access() else {
-            epoch += usize::from(matches!(op, Op::Fence));
+            let is_fence = usize::from(matches!(op, Op::Fence));
+            (load_epoch, store_epoch) = (load_epoch + is_fence, store_epoch + is_fence);
             continue;
         };
         let (is_load, is_store) = (matches!(op, Op::Load { .. }), matches!(op, Op::Store { .. }));
         // Loads are done at once only where nothing but loads is between them.
-        epoch += usize::from(!is_load);
+        load_epoch += usize::from(!is_load);
         let bytes = access.bytes;
+        // Stores only where nothing but stores next to them is.
+        let stored = (facts.root(at.base).0, bytes);
+        if !is_store || last_stored != Some(stored) {
+            store_epoch += 1;
+            last_stored = is_store.then_some(stored);
+        }
+        let epoch = if is_load { load_epoch } else { store_epoch };
         if !(is_load || is_store) || !at.is_aligned || at.may_wrap() || !at.region.can_clamp() {
             continue;
         }
-        let loaded = op.to().filter(|to| is_load && body.ty(*to).bytes() == bytes);
+        let value = if let Op::Store { value, .. } = op { Some(*value) } else { op.to() };
+        // What is stored later must still be what it was.
+        let moved = value.filter(|reg| body.ty(*reg).bytes() == bytes && (is_load || facts.is_single_or_added(*reg)));
         let (root, distance) = facts.root(at.base);
         let distance = i64::from(distance) + i64::from(at.offset);
         let (low, high) = (distance, distance + i64::from(bytes));
@@ -104,7 +117,7 @@ pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
             groups.close(std::mem::replace(group, fresh()), body, facts);
         }
         (group.low, group.high) = (group.low.min(low), group.high.max(high));
-        group.accesses.push(GroupedAccess { operation: n, distance, loaded, epoch });
+        group.accesses.push(GroupedAccess { operation: n, distance, moved, is_load, epoch });
     }
     groups
 }
@@ -116,7 +129,10 @@ impl AccessGroups {
             return;
         }
         self.count += 1;
-        let vectors = vectors(root, bytes, &accesses, facts, |reg| body.ty(reg));
+        let vectors: Vec<Vec<GroupedAccess>> = [true, false]
+            .into_iter()
+            .flat_map(|is_load| vectors(root, bytes, &accesses, is_load, facts, |reg| body.ty(reg)))
+            .collect();
         let longest = vectors.iter().map(|vector| length(vector.len(), bytes)).max().unwrap_or(0);
         let multiple = i64::from(bytes).max(longest);
         // A window begins at a multiple of 16 too: going down to one never leaves it.
@@ -136,12 +152,14 @@ impl AccessGroups {
             self.members.insert(access.operation, member);
         }
         for vector in vectors {
-            let Some(lead) = vector.iter().map(|access| access.operation).min() else { continue };
+            let operations = vector.iter().map(|access| access.operation);
+            let is_load = vector.first().is_some_and(|access| access.is_load);
+            let Some(lead) = (if is_load { operations.min() } else { operations.max() }) else { continue };
             let distance = vector.first().map_or(0, |access| access.distance);
             for access in &vector {
                 self.vectors.insert(access.operation, VectorPart::Rest);
             }
-            let registers = vector.iter().filter_map(|access| access.loaded).collect();
+            let registers = vector.iter().filter_map(|access| access.moved).collect();
             self.vectors
                 .insert(lead, VectorPart::Lead { registers, distance: near(distance), from_root: small(distance) });
         }
@@ -152,29 +170,42 @@ fn length(count: usize, bytes: u32) -> i64 {
     i64::try_from(count).unwrap_or(0) * i64::from(bytes)
 }
 
-/// Loads that lie side by side and begin at a multiple of their size, with no store between them: twos and fours.
+/// Loads, or stores, that lie side by side and begin at a multiple of their size, with nothing between them that they
+/// must not be moved across: twos and fours.
 fn vectors(
     root: Reg,
     bytes: u32,
     accesses: &[GroupedAccess],
+    is_load: bool,
     facts: &Facts,
     ty: impl Fn(Reg) -> Ty,
 ) -> Vec<Vec<GroupedAccess>> {
-    let mut loads: Vec<GroupedAccess> = accesses.iter().filter(|access| access.loaded.is_some()).copied().collect();
+    let is_own = |access: &&GroupedAccess| access.is_load == is_load && access.moved.is_some();
+    let mut own: Vec<GroupedAccess> = accesses.iter().filter(is_own).copied().collect();
     if bytes < 4 {
         return Vec::new();
     }
     // Of one type: those of the first.
-    let first = loads.first().and_then(|access| access.loaded).map(&ty);
-    loads.retain(|access| access.loaded.map(&ty) == first);
-    loads.sort_unstable_by_key(|access| (access.epoch, access.distance, access.operation));
-    loads.dedup_by_key(|access| (access.epoch, access.distance));
+    let first = own.first().and_then(|access| access.moved).map(&ty);
+    own.retain(|access| access.moved.map(&ty) == first);
+    own.sort_unstable_by_key(|access| (access.epoch, access.distance, access.operation));
+    if is_load {
+        own.dedup_by_key(|access| (access.epoch, access.distance));
+    } else {
+        // What is stored twice stays in its order.
+        let all = own.clone();
+        let is_same = |a: &GroupedAccess, b: &GroupedAccess| (a.epoch, a.distance) == (b.epoch, b.distance);
+        own.retain(|access| {
+            let from = all.partition_point(|other| (other.epoch, other.distance) < (access.epoch, access.distance));
+            all.get(from + 1).is_none_or(|next| !is_same(next, access))
+        });
+    }
     let width = i64::from(bytes);
     let (mut found, mut at) = (Vec::new(), 0);
-    while at < loads.len() {
+    while at < own.len() {
         let fits = |count: &usize| {
             let whole = length(*count, bytes);
-            let Some(run) = loads.get(at..at + count) else { return false };
+            let Some(run) = own.get(at..at + count) else { return false };
             let is_row =
                 run.windows(2).all(|two| two[1].distance == two[0].distance + width && two[1].epoch == two[0].epoch);
             let is_aligned = u32::try_from(whole).is_ok_and(|whole| facts.is_aligned(root, whole));
@@ -182,7 +213,7 @@ fn vectors(
         };
         let count = [4, 2].into_iter().find(fits).unwrap_or(1);
         if count > 1 {
-            found.push(loads[at..at + count].to_vec());
+            found.push(own[at..at + count].to_vec());
         }
         at += count;
     }

@@ -26,6 +26,9 @@ pub(crate) enum WindowSizes {
     FitAccesses,
     /// Any, even none.
     Any,
+    /// Whatever is accessed is inside: whoever built the kernel sees to that, and to everything else that would trap.
+    /// Nothing is checked, nothing polls, and a NaN has whatever bits the device makes. Never for what a guest wrote.
+    Trusted,
 }
 
 /// A kernel that emitters can translate.
@@ -35,6 +38,8 @@ pub(crate) struct Legal {
     pub facts: Facts,
     pub windows: Vec<bool>,
     pub groups: AccessGroups,
+    /// Whether there is no fence.
+    pub is_trusted: bool,
     /// For each operation, and for the end, the operations before it that the kernel itself has: what a loop costs does
     /// not depend on its checks.
     costs: Vec<u32>,
@@ -118,7 +123,7 @@ pub(crate) fn legalize(mut body: Body, windows: &[bool], sizes: WindowSizes) -> 
     let Legalizer { body, facts, mut costs, cost, .. } = legalizer;
     costs.push(cost);
     let groups = groups::groups(&body, &facts);
-    Legal { body, facts, windows: windows.to_vec(), groups, costs }
+    Legal { body, facts, windows: windows.to_vec(), groups, is_trusted: sizes == WindowSizes::Trusted, costs }
 }
 
 struct Legalizer<'w> {
@@ -138,7 +143,14 @@ impl Legalizer<'_> {
         self.costs.push(self.cost);
     }
 
+    fn is_trusted(&self) -> bool {
+        self.sizes == WindowSizes::Trusted
+    }
+
     fn trap_if(&mut self, test: Test, kind: TrapKind, site: Site) {
+        if self.is_trusted() {
+            return;
+        }
         self.push(Op::TrapIf { test, kind, site });
     }
 
@@ -251,13 +263,13 @@ impl Legalizer<'_> {
     }
 
     fn is_mixed(&self, reg: Reg) -> bool {
-        self.body.ty(reg).is_float() && self.facts.is_mixed(reg)
+        !self.is_trusted() && self.body.ty(reg).is_float() && self.facts.is_mixed(reg)
     }
 
     /// A register with a float's bits as they are to be seen.
     fn observed(&mut self, reg: Reg) -> Reg {
         let ty = self.body.ty(reg);
-        if !ty.is_float() || !self.facts.is_computed(reg) {
+        if self.is_trusted() || !ty.is_float() || !self.facts.is_computed(reg) {
             return reg;
         }
         let to = self.register(ty);
@@ -272,6 +284,7 @@ impl Legalizer<'_> {
 
     fn placed(&self, at: Address, bytes: u32) -> Address {
         let is_aligned = self.facts.is_aligned(at.base, bytes) && at.offset.is_multiple_of(bytes);
+        let is_aligned = is_aligned || self.is_trusted();
         Address { region: self.region(at.base), is_aligned, ..at }
     }
 
@@ -291,7 +304,7 @@ impl Legalizer<'_> {
         let is_window = |n: u16| self.windows.get(usize::from(n)).copied().unwrap_or(false);
         match self.facts.source(base) {
             Some(AddressSource::Param(n)) if is_window(n) => match self.sizes {
-                WindowSizes::FitAccesses => Region::Window(n),
+                WindowSizes::FitAccesses | WindowSizes::Trusted => Region::Window(n),
                 WindowSizes::Any => Region::SmallWindow(n),
             },
             Some(AddressSource::Stack) if self.body.stack_bytes > 0 => Region::Stack,

@@ -101,6 +101,8 @@ pub enum ErrorKind {
     ElementType { found: DType, asked: DType },
     #[error("no device {name:?}: {why}")]
     NoDevice { name: String, why: String },
+    #[error("the device: {why}")]
+    Device { why: String },
     #[error("{file}: {why}")]
     File { file: String, why: String },
     #[error("this is a bug in this library: {why}")]

@@ -16,6 +16,9 @@
 
 mod autograd;
 mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod device;
 mod dtype;
 mod error;
 pub mod expression;
@@ -34,6 +37,9 @@ mod train;
 
 pub use autograd::{grad, no_grad};
 pub use cpu::{memory_limit, set_memory_limit, set_threads, threads, used_bytes};
+#[cfg(feature = "cuda")]
+pub use cuda::CudaDevice;
+pub use device::{Device, device, set_device, with_device};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
 pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};

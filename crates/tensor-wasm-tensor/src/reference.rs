@@ -553,6 +553,13 @@ fn generated_graphs_are_computed_as_they_are_defined() {
     try_graphs(0..count);
 }
 
+/// The same as PTX, in the emulator.
+#[cfg(feature = "cuda")]
+#[test]
+fn generated_graphs_are_computed_as_they_are_defined_as_ptx() {
+    crate::with_device(&crate::cuda::tests::DEVICE, || try_graphs(0..150));
+}
+
 /// Compares gradients with differences.
 fn check_gradient(what: &str, inputs: &[Tensor], f: &dyn Fn(&[Tensor]) -> Tensor) {
     let with_grad: Vec<Tensor> = inputs.iter().map(Tensor::with_grad).collect();

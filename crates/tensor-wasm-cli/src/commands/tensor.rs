@@ -7,7 +7,7 @@ use std::time::Instant;
 use serde_json::json;
 use tensor_wasm_gpu::DeviceChoice;
 use tensor_wasm_tensor::operations::OPERATIONS;
-use tensor_wasm_tensor::{DType, Tensor, TensorError, expression, grad, io};
+use tensor_wasm_tensor::{DType, Device, Tensor, TensorError, expression, grad, io, set_device};
 
 use crate::output::outln;
 use crate::{Ended, Failed, Global, table};
@@ -56,7 +56,7 @@ struct Eval {
     /// Where to write the result, as .npy or .safetensors; it is printed without.
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Where to compute: `auto` or `cpu`.
+    /// Where to compute: `auto`, `cpu`, `cuda` or `cuda:N`. With `auto` it is the cpu.
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     device: String,
     /// Compute floats as this: arrays of floats are cast to it, and what zeros, uniform and others make has it: f16,
@@ -111,7 +111,7 @@ impl Eval {
     fn execute(self, global: &Global) -> Ended {
         match self.device.parse() {
             Ok(DeviceChoice::Cpu | DeviceChoice::Auto) => {}
-            Ok(_) => return Err(Failed::Usage("--device: tensors are computed on the cpu, for now".to_owned())),
+            Ok(choice) => set_device(Device::named(&choice.to_string()).map_err(|error| no(&error))?),
             Err(why) => return Err(Failed::Usage(format!("--device: {why}"))),
         }
         let asked = self.dtype.as_deref().map(dtype).transpose()?;

@@ -64,7 +64,8 @@ fn eval_says_what_is_wrong() {
         (vec!["n * 1.0", &n, "--grad", "n"], 2, "floats"),
         (vec!["n", &n, "--grad", "m"], 2, "there is no m=FILE"),
         (vec!["n", &n, "--dtype", "f31"], 2, "none of bool u8"),
-        (vec!["n", &n, "--device", "cuda"], 2, "--device"),
+        (vec!["n", &n, "--device", "vulkan"], 2, "--device"),
+        (vec!["n", &n, "--device", "cuda:99"], 1, "no device \"cuda:99\""),
         (vec!["zeros([1000000, 1000000])"], 1, "bytes of memory"),
     ] {
         let (found, _, errors) = tensor(&[&["eval"], args.as_slice()].concat());

@@ -285,8 +285,8 @@ impl Piece for &mut [u8] {
     }
 }
 
-/// Runs a future in this thread.
-pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
+/// Runs a future in this thread, which sleeps while there is nothing to do: for callers without a runtime.
+pub fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(std::thread::Thread);
     impl std::task::Wake for Unpark {
         fn wake(self: Arc<Self>) {

@@ -108,11 +108,24 @@ impl Drop for Recorded {
 /// What a recorded sequence uses.
 #[derive(Default)]
 struct Used {
-    /// All of them must be there still when it is replayed.
+    /// All of them must be there still when it is replayed, or others in their place.
     buffers: Vec<Handle>,
+    /// Where they are, and how large.
+    places: Vec<(u64, u64)>,
     #[expect(dead_code, reason = "held, not read")]
     pinned: Vec<Pinned>,
     #[expect(dead_code, reason = "held, not read")]
+    modules: Vec<Module>,
+}
+
+/// Steps as jobs.
+struct Sequence {
+    /// With which of the parameter blocks, and of the modules.
+    jobs: Vec<(Job, Option<usize>)>,
+    blocks: Vec<Vec<u8>>,
+    /// Each buffer once, in the order they are named.
+    parts: Vec<Part>,
+    pinned: Vec<Pinned>,
     modules: Vec<Module>,
 }
 
@@ -249,37 +262,71 @@ impl Stream {
         params.pinned(&bound.link.slab)
     }
 
+    /// Runs a sequence, sent together. `overwritten` are buffers that it writes as wholes before anything reads them,
+    /// by the caller's word: they are not zeroed first. A part that is never written holds what the tenant had there.
+    pub fn run(&self, steps: &[GraphStep<'_>], overwritten: &[Handle]) -> Result<Completion, DeviceError> {
+        let bound = self.state.bound()?;
+        let mut memory = self.state.memory.lock();
+        let Sequence { jobs, blocks, parts, pinned, modules } = self.sequence(&bound, &memory, steps, overwritten)?;
+        let (mut orders, _) = self.before(&bound, &memory, &parts)?;
+        let last = modules.len().saturating_sub(1);
+        for (job, at) in &jobs {
+            let payload = at.map_or(&[][..], |at| &blocks[at]);
+            // They are done in order, so the last launch keeps the memory that any of them uses.
+            let held = |at: usize| if at == last { pinned.clone() } else { Vec::new() };
+            let keeps = at.map(|at| Keep::Kernel(modules[at].0.clone(), held(at)));
+            orders.push(Order::new(*job, payload, keeps));
+        }
+        self.open(&bound, &mut memory)?;
+        let ticket = bound.link.send(self.number() as usize, orders)?;
+        parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
+        Ok(Completion(ticket))
+    }
+
     /// Records a sequence that can then be replayed as one.
     pub async fn graph(&self, steps: &[GraphStep<'_>]) -> Result<Graph, DeviceError> {
+        self.graph_over(steps, &[]).await
+    }
+
+    /// The same for a sequence that writes some buffers as wholes before anything reads them, as for [`Stream::run`].
+    pub async fn graph_over(&self, steps: &[GraphStep<'_>], overwritten: &[Handle]) -> Result<Graph, DeviceError> {
         let bound = self.state.bound()?;
         bound.collect();
-        let (ticket, used) = self.record(&bound, steps)?;
+        let (ticket, used) = self.record(&bound, steps, overwritten)?;
         let number = u32::try_from(ticket.await?.values[0]).unwrap_or(u32::MAX);
         let (worker, garbage) = (bound.link.worker, bound.garbage.clone());
         Ok(Graph(Arc::new(Recorded { worker, tenant: self.state.id, slot: self.slot.clone(), number, garbage, used })))
     }
 
-    /// Sends the steps to be recorded; also returns what they use.
-    fn record(&self, bound: &Bound, steps: &[GraphStep<'_>]) -> Result<(Ticket, Used), DeviceError> {
+    /// What steps are as jobs, each of them checked, and what they use.
+    fn sequence(
+        &self,
+        bound: &Bound,
+        memory: &TenantMemory,
+        steps: &[GraphStep<'_>],
+        overwritten: &[Handle],
+    ) -> Result<Sequence, DeviceError> {
         let mut blocks: Vec<Vec<u8>> = Vec::new();
         let mut jobs: Vec<(Job, Option<usize>)> = Vec::new();
-        let mut memory = self.state.memory.lock();
         let (mut parts, mut pinned, mut modules): (Vec<Part>, Vec<Pinned>, Vec<Module>) = Default::default();
-        // A buffer that a graph uses is zeroed as a whole when it is recorded, whatever the graph does with it.
+        // A buffer that is used is zeroed as a whole, whatever the steps do with it, unless they write all of it.
         let mut span = |memory: &TenantMemory, handle: Handle, offset: u64, len: u64| {
             let address = memory.arena.peek(Part { handle, offset, len, access: Access::Update })?.address;
-            parts.push(Part { handle, offset: 0, len: memory.arena.size(handle)?, access: Access::Update });
+            if parts.iter().all(|part| part.handle != handle) {
+                let access = if overwritten.contains(&handle) { Access::Overwrite } else { Access::Update };
+                parts.push(Part { handle, offset: 0, len: memory.arena.size(handle)?, access });
+            }
             Ok::<u64, DeviceError>(address)
         };
         for step in steps {
             match step {
                 GraphStep::Copy { from, to, bytes } => {
-                    let from_address = span(&memory, from.0, from.1, *bytes)?;
-                    let to_address = span(&memory, to.0, to.1, *bytes)?;
+                    let from_address = span(memory, from.0, from.1, *bytes)?;
+                    let to_address = span(memory, to.0, to.1, *bytes)?;
                     jobs.push((Job::Copy { from_address, to_address, bytes: *bytes }, None));
                 }
                 GraphStep::Fill { buffer, offset, bytes, value } => {
-                    let address = span(&memory, *buffer, *offset, *bytes)?;
+                    let address = span(memory, *buffer, *offset, *bytes)?;
                     jobs.push((Job::Fill { address, bytes: *bytes, value: *value }, None));
                 }
                 GraphStep::Launch { kernel, grid, params } => {
@@ -290,15 +337,27 @@ impl Stream {
                         let size = memory.arena.size(handle)?;
                         let out = DeviceError::OutOfRange { offset, len: 0, size };
                         let len = size.checked_sub(offset).ok_or(out)?;
-                        addresses.push(span(&memory, handle, offset, len)?);
+                        addresses.push(span(memory, handle, offset, len)?);
                     }
                     jobs.push((launch_job(kernel, *grid), Some(blocks.len())));
                     blocks.push(params.block(addresses));
                 }
             }
         }
+        Ok(Sequence { jobs, blocks, parts, pinned, modules })
+    }
+
+    /// Sends the steps to be recorded; also returns what they use.
+    fn record(
+        &self,
+        bound: &Bound,
+        steps: &[GraphStep<'_>],
+        overwritten: &[Handle],
+    ) -> Result<(Ticket, Used), DeviceError> {
+        let mut memory = self.state.memory.lock();
+        let Sequence { jobs, blocks, parts, pinned, modules } = self.sequence(bound, &memory, steps, overwritten)?;
         let payload = |at: &Option<usize>| at.map_or(&[][..], |at| &blocks[at]);
-        let (mut orders, _) = self.before(bound, &memory, &parts)?;
+        let (mut orders, spans) = self.before(bound, &memory, &parts)?;
         orders.push(Job::GraphBegin.into());
         // A kernel is there until it is recorded, also if whoever asked for that gives up; then the recording keeps it.
         let keep = |at: &Option<usize>| at.map(|at| Keep::Kernel(modules[at].0.clone(), Vec::new()));
@@ -307,17 +366,51 @@ impl Stream {
         self.open(bound, &mut memory)?;
         let ticket = bound.link.send(self.number() as usize, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
-        Ok((ticket, Used { buffers: parts.iter().map(|part| part.handle).collect(), pinned, modules }))
+        let places = spans.iter().map(|span| (span.address, span.bytes)).collect();
+        Ok((ticket, Used { buffers: parts.iter().map(|part| part.handle).collect(), places, pinned, modules }))
+    }
+
+    /// Runs a recorded sequence with other buffers, if they lie where those did that it was recorded with, each as
+    /// large: a buffer that was freed and one that was allocated then often do. They are in the order in which the
+    /// steps named them first. None if one does not.
+    pub fn replay_over(
+        &self,
+        graph: &Graph,
+        buffers: &[Handle],
+        overwritten: &[Handle],
+    ) -> Result<Option<Completion>, DeviceError> {
+        let bound = self.state.bound()?;
+        self.check_graph(graph, &bound)?;
+        let mut memory = self.state.memory.lock();
+        let mut parts = Vec::with_capacity(buffers.len());
+        for handle in buffers {
+            let access = if overwritten.contains(handle) { Access::Overwrite } else { Access::Update };
+            parts.push(Part { handle: *handle, offset: 0, len: memory.arena.size(*handle)?, access });
+        }
+        let (mut orders, spans) = self.before(&bound, &memory, &parts)?;
+        let places = spans.iter().map(|span| (span.address, span.bytes));
+        if !places.eq(graph.0.used.places.iter().copied()) {
+            return Ok(None);
+        }
+        let job = Job::Replay { graph: graph.0.number };
+        orders.push(Order::new(job, &[], Some(Keep::Graph(graph.0.clone()))));
+        self.open(&bound, &mut memory)?;
+        let ticket = bound.link.send(self.number() as usize, orders)?;
+        parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
+        Ok(Some(Completion(ticket)))
+    }
+
+    fn check_graph(&self, graph: &Graph, bound: &Bound) -> Result<(), DeviceError> {
+        same_worker(graph.0.worker, bound)?;
+        let is_own = graph.0.tenant == self.state.id && Arc::ptr_eq(&graph.0.slot, &self.slot);
+        if is_own { Ok(()) } else { Err(DeviceError::ForeignHandle) }
     }
 
     /// Runs a recorded sequence, on the stream it was recorded on. The buffers it was recorded with must not have been
     /// freed.
     pub fn replay(&self, graph: &Graph) -> Result<Completion, DeviceError> {
         let bound = self.state.bound()?;
-        same_worker(graph.0.worker, &bound)?;
-        if graph.0.tenant != self.state.id || !Arc::ptr_eq(&graph.0.slot, &self.slot) {
-            return Err(DeviceError::ForeignHandle);
-        }
+        self.check_graph(graph, &bound)?;
         let parts = {
             let memory = self.state.memory.lock();
             let part = |handle: &Handle| {

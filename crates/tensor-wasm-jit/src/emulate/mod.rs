@@ -32,13 +32,25 @@ pub struct Emulator {
     unit: PtxUnit,
 }
 
-/// Memory of the emulated device: pieces at addresses.
+/// Memory of the emulated device: pieces at addresses, and perhaps memory of somebody else.
 #[derive(Default)]
 pub struct DeviceMemory {
     pieces: Vec<(u64, Vec<u8>)>,
+    other: Option<Box<dyn OtherMemory>>,
+}
+
+/// Memory that is not the emulator's own. Both say whether there is such memory.
+pub trait OtherMemory {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> bool;
+    fn write(&self, address: u64, bytes: &[u8]) -> bool;
 }
 
 impl DeviceMemory {
+    /// Nothing but what somebody else has.
+    pub fn of(other: Box<dyn OtherMemory>) -> DeviceMemory {
+        DeviceMemory { pieces: Vec::new(), other: Some(other) }
+    }
+
     /// Adds a piece at an address that no other has.
     pub fn add(&mut self, address: u64, bytes: Vec<u8>) {
         self.pieces.push((address, bytes));
@@ -83,6 +95,11 @@ enum Next {
 impl Emulator {
     pub fn new(ptx: &str) -> Result<Emulator, String> {
         parse::parse(ptx).map(|unit| Emulator { unit })
+    }
+
+    /// Offset and size of each parameter.
+    pub fn params(&self) -> Vec<(u32, u32)> {
+        self.unit.params.iter().map(|(_, offset, size)| (*offset as u32, *size as u32)).collect()
     }
 
     /// Runs a launch. What goes wrong is either the compiler's fault or the emulator's.
@@ -227,13 +244,27 @@ impl Run<'_> {
         Err(format!("{len} bytes at {address:#x} are not in {} memory", if space.is_empty() { "any" } else { space }))
     }
 
+    /// Memory of somebody else, if an access goes there: it is not looked for in the emulator's own first.
+    fn other(&self, space: &str, address: u64, len: usize) -> Option<&dyn OtherMemory> {
+        let is_global = space == "global" && address.is_multiple_of(len as u64);
+        self.memory.other.as_deref().filter(|_| is_global)
+    }
+
     fn load(&mut self, item: &mut Item, space: &str, address: u64, len: usize) -> Result<u64, String> {
         let mut whole = [0; 8];
+        if let Some(other) = self.other(space, address, len) {
+            let is_there = other.read(address, &mut whole[..len]);
+            return if is_there { Ok(u64::from_le_bytes(whole)) } else { Err(format!("nothing is at {address:#x}")) };
+        }
         whole[..len].copy_from_slice(self.bytes(item, space, address, len)?);
         Ok(u64::from_le_bytes(whole))
     }
 
     fn store(&mut self, item: &mut Item, space: &str, address: u64, len: usize, value: u64) -> Result<(), String> {
+        if let Some(other) = self.other(space, address, len) {
+            let is_there = other.write(address, &value.to_le_bytes()[..len]);
+            return if is_there { Ok(()) } else { Err(format!("nothing is at {address:#x}")) };
+        }
         self.bytes(item, space, address, len)?.copy_from_slice(&value.to_le_bytes()[..len]);
         Ok(())
     }
@@ -305,6 +336,18 @@ impl Run<'_> {
                     "s32" => i64::from(bits as u32 as i32) as u64,
                     _ => bits,
                 }
+            }
+            ["st", rest @ .., count @ ("v2" | "v4"), ty] => {
+                let (count, len) = (if *count == "v2" { 2 } else { 4 }, type_bytes(ty).ok_or("of which type?")?);
+                let address = self.address(item, &operands[0])?;
+                if !address.is_multiple_of((count * len) as u64) {
+                    return Err(format!("{address:#x} is not aligned to {} bytes", count * len));
+                }
+                for n in 0..count {
+                    let stored = value(self, item, 1 + n)?;
+                    self.store(item, space(rest), address + (n * len) as u64, len, stored)?;
+                }
+                return Ok(next);
             }
             ["st", rest @ .., ty] => {
                 let len = type_bytes(ty).ok_or("of which type?")?;

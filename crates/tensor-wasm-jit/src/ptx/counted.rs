@@ -22,7 +22,8 @@ impl PtxEmitter<'_> {
     /// Before a counted loop, looks whether everything it will access is inside, and how often it goes round; if
     /// all is well, most of it is done without a fence. What is left, if anything, is done by the loop itself.
     pub(super) fn counted_loop(&mut self, n: usize) {
-        if self.fast.is_some() || self.copied > COPIED_OPS_MAX {
+        // Without a fence there is nothing to take out of a loop.
+        if self.legal.is_trusted || self.fast.is_some() || self.copied > COPIED_OPS_MAX {
             return;
         }
         let Some(counted) = loops::counted(self.legal, n) else { return };

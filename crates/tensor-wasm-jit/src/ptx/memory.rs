@@ -1,5 +1,6 @@
 //! Accesses to memory as PTX, each of them fenced: clamped into its region now, a trap later; or looked up, and a trap
-//! at once. Which of them, and which region, the access itself says (`legalize.rs`).
+//! at once. Which of them, and which region, the access itself says (`legalize.rs`). Those of a kernel that is trusted
+//! are not fenced.
 
 use std::fmt::Write as _;
 
@@ -11,6 +12,9 @@ use crate::legalize::{Candidate, Lookup};
 impl PtxEmitter<'_> {
     /// Where an access goes, checked.
     pub(super) fn target(&mut self, at: Address, bytes: u32, lookup: Lookup, site: Site) -> FencedAddress {
+        if self.legal.is_trusted {
+            return self.trusted(at.base, at.region, i64::from(at.offset));
+        }
         if at.is_aligned
             && let Some(target) = self.known_inside(at)
         {
@@ -23,6 +27,18 @@ impl PtxEmitter<'_> {
             return self.clamped(at, bytes, site);
         }
         self.looked_up(at, bytes, lookup, site)
+    }
+
+    /// An address of a kernel that is trusted. Windows and shared memory begin at 0 there.
+    fn trusted(&mut self, base: Reg, region: Region, offset: i64) -> FencedAddress {
+        let (from, beyond) = match region {
+            Region::Window(n) | Region::SmallWindow(n) => (format!("%window{n}"), self.facts.beyond(base, n)),
+            Region::Shared | Region::Stack | Region::Any => ("%shared".to_owned(), None),
+        };
+        let (wide, base) = (self.b64(), self.reg(beyond.unwrap_or(base)));
+        put!(self, "cvt.u64.u32 {wide}, {base};");
+        put!(self, "add.s64 {wide}, {wide}, {from};");
+        FencedAddress { space: space(region), address: format!("{wide}+{offset}") }
     }
 
     /// An access that was looked at before its loop began.
@@ -155,6 +171,9 @@ impl PtxEmitter<'_> {
     }
 
     pub(super) fn check_range(&mut self, start: Reg, count: Reg, is_write: bool, site: Site) {
+        if self.legal.is_trusted {
+            return;
+        }
         let (start, count) = (self.reg(start), self.reg(count));
         let (from, len, good) = (self.b64(), self.b64(), self.b32());
         put!(self, "cvt.u64.u32 {from}, {start};");
@@ -184,7 +203,7 @@ impl PtxEmitter<'_> {
         }
         let target = self.target(at, access.bytes, Lookup::Read, site);
         if let Some(VectorPart::Lead { registers, distance, from_root }) = vector {
-            self.load_vector(&registers, at, &target, distance, from_root);
+            self.vector("ld", &registers, at, &target, distance, from_root);
             return;
         }
         let ty = match self.body.ty(to) {
@@ -229,15 +248,17 @@ impl PtxEmitter<'_> {
         self.aside.push_str(&std::mem::replace(&mut self.out, main));
     }
 
-    /// Loads several registers at once. The target is the first one's in the program, not the lowest.
-    fn load_vector(&mut self, registers: &[Reg], at: Address, target: &FencedAddress, distance: u32, from_root: i32) {
+    /// Loads or stores several registers at once. The target is that of one of them, not always the lowest.
+    fn vector(
+        &mut self,
+        how: &str,
+        registers: &[Reg],
+        at: Address,
+        target: &FencedAddress,
+        distance: u32,
+        from_root: i32,
+    ) {
         let (root, _) = self.facts.root(at.base);
-        let pointer = target.address.split('+').next().unwrap_or_default();
-        let is_fast = self.fast.as_ref().and_then(|fast| fast.pointers.get(&root));
-        let from = match is_fast {
-            Some((_, _, low)) => i64::from(from_root) - i64::from(*low),
-            None => i64::from(distance),
-        };
         let names: Vec<String> = registers.iter().map(|reg| self.reg(*reg)).collect();
         let ty = match self.body.ty(registers[0]) {
             Ty::F32 => "f32",
@@ -245,12 +266,32 @@ impl PtxEmitter<'_> {
             Ty::I32 => "u32",
             Ty::I64 => "u64",
         };
-        put!(self, "ld{}.v{}.{ty} {{{}}}, [{pointer}+{from}];", target.space, names.len(), names.join(", "));
+        let trusted = self.legal.is_trusted.then(|| self.trusted(root, at.region, i64::from(from_root)).address);
+        let pointer = target.address.split('+').next().unwrap_or_default();
+        let is_fast = self.fast.as_ref().and_then(|fast| fast.pointers.get(&root));
+        let from = match is_fast {
+            Some((_, _, low)) => i64::from(from_root) - i64::from(*low),
+            None => i64::from(distance),
+        };
+        let address = trusted.unwrap_or_else(|| format!("{pointer}+{from}"));
+        let (space, count, names) = (target.space, names.len(), names.join(", "));
+        if how == "ld" {
+            put!(self, "ld{space}.v{count}.{ty} {{{names}}}, [{address}];");
+        } else {
+            put!(self, "st{space}.v{count}.{ty} [{address}], {{{names}}};");
+        }
     }
 
     pub(super) fn store(&mut self, access: Access, at: Address, value: Reg, site: Site) {
         let name = self.reg(value);
         let target = self.target(at, access.bytes, Lookup::Write, site);
+        match self.legal.groups.vectors.get(&self.at).cloned() {
+            Some(VectorPart::Rest) => return,
+            Some(VectorPart::Lead { registers, distance, from_root }) => {
+                return self.vector("st", &registers, at, &target, distance, from_root);
+            }
+            None => {}
+        }
         let FencedAddress { space, address } = &target;
         let ty = match (self.body.ty(value), access.bytes) {
             (Ty::F32, _) => "f32",
@@ -300,6 +341,9 @@ impl PtxEmitter<'_> {
 
     /// Where an atomic goes. That it is aligned is known, or was checked.
     pub(super) fn atomic_target(&mut self, at: Address, bytes: u32, site: Site) -> FencedAddress {
+        if self.legal.is_trusted {
+            return self.trusted(at.base, at.region, i64::from(at.offset));
+        }
         if at.region.can_clamp() {
             self.clamped(at, bytes, site)
         } else {

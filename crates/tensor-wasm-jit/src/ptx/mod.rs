@@ -8,6 +8,8 @@
 //! - Loops pay for their iterations and poll now and then: whether the launch has run for too long, or was stopped
 //!   (`control.rs`).
 //! - A trap writes one record for the launch and ends the work item.
+//!
+//! A kernel that a host built and vouches for has none of this: its windows are addresses, and that is all.
 
 /// Writes a line of PTX.
 macro_rules! put {
@@ -122,6 +124,9 @@ const TEMPS: [(&str, &str); 6] =
 
 pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
     let Legal { body, facts, windows, .. } = legal;
+    if legal.is_trusted {
+        check_trusted(legal)?;
+    }
     let mut emitter = PtxEmitter {
         legal,
         body,
@@ -175,6 +180,22 @@ pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
     })
 }
 
+/// Without a fence, which memory an access goes to has to be known before.
+fn check_trusted(legal: &Legal) -> Result<(), Refusal> {
+    let refused = |why: &str| Err(Refusal::NotAKernel { name: legal.body.name.clone(), why: why.to_owned() });
+    let is_known = |op: &Op| match op.access().map(|(at, _)| at.region) {
+        Some(Region::Window(_) | Region::Shared) | None => true,
+        Some(Region::SmallWindow(_) | Region::Stack | Region::Any) => false,
+    };
+    if !legal.body.ops.iter().all(is_known) {
+        return refused("an address is not of one window, or of shared memory, and without a fence it has to be");
+    }
+    if legal.body.stack_bytes > 0 || !legal.body.data.is_empty() {
+        return refused("it has a stack or data of its own, for which there is a fence");
+    }
+    Ok(())
+}
+
 /// A name that PTX allows.
 fn entry_name(name: &str) -> String {
     let allowed = |c: char| if c.is_ascii_alphanumeric() || c == '_' { c } else { '_' };
@@ -186,8 +207,8 @@ fn entry_name(name: &str) -> String {
 fn look_before(legal: &Legal) -> usize {
     let body = &legal.body;
     // What is over soon need not look.
-    let is_short =
-        legal.cost(0, body.ops.len()) <= SHORT_OPS_MAX && !body.ops.iter().any(|op| matches!(op, Op::Loop { .. }));
+    let is_short = legal.is_trusted
+        || legal.cost(0, body.ops.len()) <= SHORT_OPS_MAX && !body.ops.iter().any(|op| matches!(op, Op::Loop { .. }));
     if is_short {
         return body.ops.len();
     }
@@ -346,7 +367,8 @@ impl PtxEmitter<'_> {
             }
             Op::Shared { to } => {
                 let to = self.reg(*to);
-                put!(self, "mov.b32 {to}, {};", SHARED_ADDRESS.cast_signed());
+                let start = if self.legal.is_trusted { 0 } else { SHARED_ADDRESS };
+                put!(self, "mov.b32 {to}, {};", start.cast_signed());
             }
             Op::Barrier { .. } => {
                 self.check_limits();
@@ -534,7 +556,9 @@ impl PtxEmitter<'_> {
     fn param_list(&self) -> String {
         let mut params = Vec::new();
         for (n, (reg, is_window)) in self.body.params.iter().zip(self.windows).enumerate() {
-            if *is_window {
+            if *is_window && self.legal.is_trusted {
+                params.push(format!("\t.param .u64 window{n}"));
+            } else if *is_window {
                 params.push(format!("\t.param .u64 window{n}"));
                 params.push(format!("\t.param .u32 start{n}"));
                 params.push(format!("\t.param .u32 size{n}"));
@@ -542,7 +566,8 @@ impl PtxEmitter<'_> {
                 params.push(format!("\t.param .{} p{n}", param_type(self.body.ty(*reg))));
             }
         }
-        for fixed in [".u64 control", ".u64 record", ".u64 launch", ".u32 budget"] {
+        let fixed = [".u64 control", ".u64 record", ".u64 launch", ".u32 budget"];
+        for fixed in fixed.iter().filter(|_| !self.legal.is_trusted) {
             params.push(format!("\t.param {fixed}"));
         }
         params.join(",\n")
@@ -575,6 +600,9 @@ impl PtxEmitter<'_> {
 
     fn prologue(&mut self) {
         let body = self.body;
+        if self.legal.is_trusted {
+            return self.trusted_prologue();
+        }
         put!(self, "ld.param.u64 %control, [control];");
         put!(self, "ld.param.u64 %record, [record];");
         put!(self, "ld.param.u64 %launch, [launch];");
@@ -619,6 +647,23 @@ impl PtxEmitter<'_> {
         }
         if self.look_before < body.ops.len() {
             self.first_poll();
+        }
+    }
+
+    /// Windows begin at 0 of their own: no address is of any other.
+    fn trusted_prologue(&mut self) {
+        let body = self.body;
+        for (n, (reg, is_window)) in body.params.iter().zip(self.windows).enumerate() {
+            let name = self.reg(*reg);
+            if *is_window {
+                put!(self, "ld.param.u64 %window{n}, [window{n}];");
+                put!(self, "mov.b32 {name}, 0;");
+            } else {
+                put!(self, "ld.param.{} {name}, [p{n}];", param_type(body.ty(*reg)));
+            }
+        }
+        if body.shared_bytes > 0 {
+            put!(self, "mov.u64 %shared, shared;");
         }
     }
 
@@ -727,6 +772,13 @@ impl PtxEmitter<'_> {
 
     /// Where traps end up: one of a launch writes the record.
     fn epilogue(&mut self) {
+        if self.legal.is_trusted {
+            for n in 0..self.traps.len() {
+                let _ = writeln!(self.out, "TRAP_{n}:");
+            }
+            put!(self, "exit;");
+            return;
+        }
         for n in 0..self.limits.len() {
             let RegionLimit { region, site, .. } = self.limits[n];
             let which = match region {

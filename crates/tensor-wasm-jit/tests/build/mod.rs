@@ -46,6 +46,63 @@ fn saxpy() -> Result<BuiltKernel, BuildError> {
 }
 
 #[test]
+fn a_trusted_kernel_has_no_fence_and_is_refused_where_it_would_need_one() {
+    let kernel = saxpy().unwrap();
+    let image = kernel.compile_trusted().unwrap();
+    for fence in ["[control]", "max.u32 %worst0", "STOPPED", "[size2]"] {
+        assert!(kernel.compile().unwrap().ptx.contains(fence), "{fence}");
+        assert!(!image.ptx.contains(fence), "{fence}: {}", image.ptx);
+    }
+    // Four neighbours are moved at once, both ways, and a number that comes from memory says where from.
+    let mut b = KernelBuilder::new("neighbours");
+    let (from, to) = (b.window().unwrap(), b.window().unwrap());
+    let i = b.id(IdKind::Global, Axis::X).unwrap();
+    let (from, at) = (b.element(from, i, 16).unwrap(), b.element(to, i, 16).unwrap());
+    let loaded: Vec<Value> = (0..4).map(|n| b.load(Ty::F32, from, 4 * n).unwrap()).collect();
+    let sum = loaded.iter().map(|x| b.binary(BinaryOp::F32Add, *x, *x).unwrap()).collect::<Vec<Value>>();
+    (0..4).zip(&sum).for_each(|(n, x)| b.store(*x, at, 4 * n).unwrap());
+    let kernel = b.finish().unwrap();
+    let image = kernel.compile_trusted().unwrap();
+    assert!(image.ptx.contains("ld.global.v4.f32") && image.ptx.contains("st.global.v4.f32"), "{}", image.ptx);
+    let emulator = tensor_wasm_jit::emulate::Emulator::new(&image.ptx).unwrap();
+    assert_eq!(emulator.params(), [(0, 8), (8, 8)], "two addresses and nothing else");
+    let mut memory = tensor_wasm_jit::emulate::DeviceMemory::default();
+    let x = floats(3, 32);
+    memory.add(0x1000, bytes(&x));
+    memory.add(0x2000, vec![0xee; 128]);
+    let params: Vec<u8> = [0x1000_u64, 0x2000].iter().flat_map(|address| address.to_le_bytes()).collect();
+    emulator.run(&mut memory, &params, [2, 1, 1], [4, 1, 1]).unwrap();
+    assert_eq!(read(memory.bytes(0x2000)), x.iter().map(|x| x + x).collect::<Vec<f32>>());
+    // The fenced one stores them at once too.
+    let args = [Arg::Buffer(bytes(&x)), Arg::Buffer(vec![0; 128])];
+    let done = launch(&kernel, [2, 1, 1], [4, 1, 1], &args);
+    assert_eq!(read(&done.buffers[1]), x.iter().map(|x| x + x).collect::<Vec<f32>>());
+    assert!(kernel.compile().unwrap().ptx.contains("st.global.v4.f32"));
+    // An address that may be of either window.
+    let mut b = KernelBuilder::new("either");
+    let (x, y) = (b.window().unwrap(), b.window().unwrap());
+    let i = b.id(IdKind::Global, Axis::X).unwrap();
+    let one = b.select(i, x, y).unwrap();
+    b.store(i, one, 0).unwrap();
+    let refusal = b.finish().unwrap().compile_trusted().unwrap_err().to_string();
+    assert!(refusal.contains("without a fence"), "{refusal}");
+}
+
+#[test]
+fn what_is_stored_twice_stays_in_its_order() {
+    let mut b = KernelBuilder::new("twice");
+    let to = b.window().unwrap();
+    let numbers: Vec<Value> = (1..=4).map(|n| b.i32(n).unwrap()).collect();
+    // p, then q, then their neighbour: as a vector of the first p would win.
+    for (n, at) in [(0, 1), (1, 1), (2, 0), (3, 3), (0, 2)] {
+        b.store(numbers[n], to, 4 * at).unwrap();
+    }
+    let done = launch(&b.finish().unwrap(), [1; 3], [1; 3], &[Arg::Buffer(vec![0; 16])]);
+    let words: Vec<u32> = done.buffers[0].chunks(4).map(|four| u32::from_le_bytes(four.try_into().unwrap())).collect();
+    assert_eq!(words, [3, 2, 1, 4]);
+}
+
+#[test]
 fn a_saxpy_that_was_built_computes_what_rust_does() {
     let kernel = saxpy().unwrap();
     assert_eq!(kernel.windows(), [false, false, true, true]);

@@ -55,8 +55,7 @@ impl Buffers<'_> {
     }
 
     pub(super) fn get(&self, source: Source) -> Result<&CpuBuffer, ErrorKind> {
-        let Storage::Cpu(buffer) = &**self.storage(source)?;
-        Ok(buffer)
+        self.storage(source)?.cpu()
     }
 
     /// A buffer that is read under a layout, if the layout stays inside of it.
@@ -74,7 +73,9 @@ impl Buffers<'_> {
 
 fn allocate(slot: &Slot) -> Result<Arc<Storage>, ErrorKind> {
     let bytes = slot.shape.numel() * slot.dtype.size();
-    CpuBuffer::uninitialized(bytes).map(|buffer| Arc::new(Storage::Cpu(buffer))).ok_or(ErrorKind::OutOfMemory { bytes })
+    CpuBuffer::uninitialized(bytes)
+        .map(|buffer| Arc::new(Storage::of_cpu(buffer)))
+        .ok_or(ErrorKind::OutOfMemory { bytes })
 }
 
 /// Runs a plan, and returns what its outputs are, or the node that could not be computed.
@@ -83,7 +84,8 @@ pub(crate) fn execute(
     leaves: &[Value],
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
-    let CompiledPlan { plan, kernels } = compiled;
+    let CompiledPlan { plan, kernels, .. } = compiled;
+    let kernels = kernels.get_or_init(|| CpuKernels::compile(plan));
     let mut buffers = Buffers { leaves, slots: plan.slots.iter().map(|_| None).collect() };
     for (n, step) in plan.steps.iter().enumerate() {
         let failed = |what: ErrorKind| (step.node(), what);

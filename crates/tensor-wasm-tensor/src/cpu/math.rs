@@ -185,37 +185,36 @@ fn tanh(x: f32) -> f32 {
     if size < 0.55 { small } else { large }
 }
 
+/// `erf(x) / x` of the square, below 1.
+pub(crate) const ERF_SMALL: [f32; 7] = [
+    std::f32::consts::FRAC_2_SQRT_PI,
+    -0.376_126_26,
+    0.112_836,
+    -0.026_854_444,
+    0.005_189_535,
+    -0.000_802_084_1,
+    7.889_119e-5,
+];
+
+/// `-ln(1 - erf(x))` from 1 to 4; beyond, the result is 1.
+pub(crate) const ERF_LARGE: [f32; 8] = [
+    -0.000_188_040_24,
+    1.129_578_5,
+    0.633_219_9,
+    0.108_418_58,
+    -0.025_208_257,
+    0.004_204_562,
+    -0.000_441_336_4,
+    0.000_021_686_85,
+];
+
 #[inline(always)]
 fn erf(x: f32) -> f32 {
     let size = x.abs();
     let s = x * x;
-    let small = x * polynomial(
-        s,
-        [
-            std::f32::consts::FRAC_2_SQRT_PI,
-            -0.376_126_26,
-            0.112_836,
-            -0.026_854_444,
-            0.005_189_535,
-            -0.000_802_084_1,
-            7.889_119e-5,
-        ],
-    );
-    // `-ln(1 - erf(x))` from 1 to 4; beyond, the result is 1.
+    let small = x * polynomial(s, ERF_SMALL);
     let t = if size > 4.0 { 4.0 } else { size };
-    let exponent = polynomial(
-        t,
-        [
-            -0.000_188_040_24,
-            1.129_578_5,
-            0.633_219_9,
-            0.108_418_58,
-            -0.025_208_257,
-            0.004_204_562,
-            -0.000_441_336_4,
-            0.000_021_686_85,
-        ],
-    );
+    let exponent = polynomial(t, ERF_LARGE);
     let large = (1.0 - exp(-exponent)).copysign(x);
     let large = if size > 4.0 { 1_f32.copysign(x) } else { large };
     if size < 1.0 || x.is_nan() { small } else { large }

@@ -236,8 +236,24 @@ impl CpuBuffer {
         self.bytes
     }
 
+    /// Memory that is written as bytes. None if there is none.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn filled<E>(
+        bytes: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<Option<CpuBuffer>, E> {
+        let Some(buffer) = CpuBuffer::uninitialized(bytes) else { return Ok(None) };
+        // SAFETY: it has as many bytes, nobody else knows it yet, and they are zeros before anybody looks.
+        let all = unsafe {
+            buffer.start.as_ptr().write_bytes(0, bytes);
+            std::slice::from_raw_parts_mut(buffer.start.as_ptr(), bytes)
+        };
+        fill(all)?;
+        Ok(Some(buffer))
+    }
+
     /// All of its elements, as the bytes they are.
-    #[cfg(feature = "io")]
+    #[cfg(any(feature = "io", feature = "cuda"))]
     pub(crate) fn as_bytes(&self) -> &[u8] {
         // SAFETY: no element has padding, and whoever made the buffer has written it.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }

@@ -14,10 +14,16 @@ mod threads;
 mod tile;
 mod walk;
 
+#[cfg(feature = "cuda")]
+pub(crate) use map::register_of;
 #[cfg(test)]
 pub(crate) use math::wide_erf;
+#[cfg(feature = "cuda")]
+pub(crate) use math::{ERF_LARGE, ERF_SMALL};
 pub use memory::{memory_limit, set_memory_limit, used_bytes};
 pub use threads::{set_threads, threads};
+#[cfg(feature = "cuda")]
+pub(crate) use tile::Class;
 
 use crate::dtype::DType;
 

@@ -27,7 +27,7 @@ impl Single {
         match self {
             Single::Scalar(scalar) => Some(Aligned(register_of(*scalar, dtype))),
             Single::Value(Value { storage, layout }) => {
-                let Storage::Cpu(buffer) = &**storage;
+                let buffer = storage.here()?;
                 let (size, at) = (dtype.size(), usize::try_from(layout.offset).ok()?);
                 if buffer.bytes() < (at + 1) * size {
                     return None;
@@ -59,5 +59,5 @@ pub(crate) fn compute(op: &Op, of: DType, to: DType, shape: Shape, operands: &[S
     let args = TileArgs { to: buffer.as_ptr(), a, b, c: a, n: 1, count: 1 };
     // SAFETY: operands are elements of their class, and there is room for one.
     let is_defined = unsafe { tile::run(op, &args) };
-    is_defined.then(|| Value { storage: Arc::new(Storage::Cpu(buffer)), layout: Layout::contiguous(shape) })
+    is_defined.then(|| Value { storage: Arc::new(Storage::of_cpu(buffer)), layout: Layout::contiguous(shape) })
 }

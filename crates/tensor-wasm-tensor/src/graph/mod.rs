@@ -10,8 +10,10 @@ use parking_lot::Mutex;
 
 use self::op::{Movement, Op};
 use crate::cpu::memory::CpuBuffer;
+#[cfg(feature = "cuda")]
+use crate::cuda::CudaBuffer;
 use crate::dtype::DType;
-use crate::error::caller;
+use crate::error::{ErrorKind, caller};
 use crate::shape::{Layout, Shape};
 use crate::train::Gradients;
 
@@ -58,9 +60,64 @@ pub(crate) struct Value {
     pub layout: Layout,
 }
 
-/// Memory of a device. One variant for each kind of device.
-pub(crate) enum Storage {
-    Cpu(CpuBuffer),
+/// Elements, in the memory of one device or of several: they never change, so a copy stays what it is.
+#[derive(Default)]
+pub(crate) struct Storage {
+    cpu: OnceLock<CpuBuffer>,
+    #[cfg(feature = "cuda")]
+    cuda: OnceLock<Arc<CudaBuffer>>,
+}
+
+impl Storage {
+    pub(crate) fn of_cpu(buffer: CpuBuffer) -> Storage {
+        Storage {
+            cpu: OnceLock::from(buffer),
+            #[cfg(feature = "cuda")]
+            cuda: OnceLock::new(),
+        }
+    }
+
+    /// On a CPU, if it is there.
+    pub(crate) fn here(&self) -> Option<&CpuBuffer> {
+        self.cpu.get()
+    }
+
+    /// On a CPU; copied there from wherever it is.
+    pub(crate) fn cpu(&self) -> Result<&CpuBuffer, ErrorKind> {
+        #[cfg(feature = "cuda")]
+        if self.cpu.get().is_none()
+            && let Some(buffer) = self.cuda.get()
+        {
+            // Another thread may have been quicker.
+            let _ = self.cpu.set(buffer.read()?);
+        }
+        self.cpu.get().ok_or_else(|| ErrorKind::Bug { why: "a tensor has no elements".to_owned() })
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl Storage {
+    pub(crate) fn of_cuda(buffer: Arc<CudaBuffer>) -> Storage {
+        Storage { cuda: OnceLock::from(buffer), ..Storage::default() }
+    }
+
+    /// Whether it is on a CUDA device and nowhere else.
+    pub(crate) fn cuda_device(&self) -> Option<&crate::cuda::CudaDevice> {
+        let buffer = self.cuda.get().filter(|_| self.cpu.get().is_none())?;
+        Some(buffer.device())
+    }
+
+    /// On a CUDA device; copied there from wherever it is.
+    pub(crate) fn cuda(&self, device: &crate::cuda::CudaDevice) -> Result<&Arc<CudaBuffer>, ErrorKind> {
+        if self.cuda.get().is_none() {
+            let _ = self.cuda.set(Arc::new(CudaBuffer::write(device, self.cpu()?)?));
+        }
+        let buffer = self.cuda.get().ok_or_else(|| ErrorKind::Bug { why: "a tensor has no elements".to_owned() })?;
+        if buffer.device() == device {
+            return Ok(buffer);
+        }
+        Err(ErrorKind::Device { why: "a tensor is on another device; read it and make it anew".to_owned() })
+    }
 }
 
 impl Node {

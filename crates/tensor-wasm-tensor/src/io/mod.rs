@@ -251,13 +251,13 @@ fn finish(buffer: CpuBuffer, dtype: DType, shape: Shape, order: Order, at: Calle
     sizes.iter_mut().zip(shape.iter().rev()).for_each(|(to, from)| *to = *from);
     let axes: Vec<usize> = (0..rank).rev().collect();
     let layout = Layout::contiguous(shape_of(&sizes[..rank])?).permute(&axes);
-    let value = Value { storage: Arc::new(Storage::Cpu(buffer)), layout };
+    let value = Value { storage: Arc::new(Storage::of_cpu(buffer)), layout };
     Ok(Tensor { node: Node::of_value(value, dtype, false, at) })
 }
 
 /// The elements of a tensor in row-major order, as they lie in files: borrowed where they already lie so.
 fn element_bytes<'v>(value: &'v Value, dtype: DType) -> Parsed<Cow<'v, [u8]>> {
-    let Storage::Cpu(buffer) = &*value.storage;
+    let buffer = value.storage.cpu().map_err(|what| what.to_string())?;
     let (all, size) = (buffer.as_bytes(), dtype.size());
     let bytes = value.layout.shape.numel() * size;
     if value.layout.is_contiguous()
@@ -333,7 +333,7 @@ fn for_each_text(
     dtype: DType,
     mut each: impl FnMut(std::fmt::Arguments<'_>) -> Parsed<()>,
 ) -> Parsed<()> {
-    let Storage::Cpu(buffer) = &*value.storage;
+    let buffer = value.storage.cpu().map_err(|what| what.to_string())?;
     let mut is_done = Ok(());
     value.layout.for_each_position(|position| {
         if is_done.is_err() {

@@ -8,7 +8,7 @@ pub(crate) mod plan;
 mod snapshot;
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
@@ -19,7 +19,7 @@ use self::plan::Plan;
 use self::snapshot::Snapshot;
 use crate::cpu;
 use crate::cpu::single::{self, Single};
-use crate::error::TensorError;
+use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::Op;
 use crate::graph::{Node, Recipe, Value};
 
@@ -43,7 +43,9 @@ pub fn plans_made() -> u64 {
 /// A plan, and what the device has made of it.
 pub(crate) struct CompiledPlan {
     pub plan: Plan,
-    pub kernels: cpu::execute::CpuKernels,
+    pub kernels: OnceLock<cpu::execute::CpuKernels>,
+    #[cfg(feature = "cuda")]
+    pub cuda: crate::cuda::execute::CudaKernels,
 }
 
 /// Whether operations are fused.
@@ -68,7 +70,7 @@ pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError
         return Ok(());
     }
     let compiled = compiled(&snapshot, mode);
-    let values = cpu::execute::execute(&compiled, &snapshot.leaves, &snapshot.parameters);
+    let values = execute(&compiled, &snapshot);
     let values = values.map_err(|(node, what)| {
         let failed = &snapshot.nodes[node];
         TensorError::new(failed.op.name(), what, failed.node.at)
@@ -77,6 +79,16 @@ pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError
         snapshot.nodes[*output].node.realize(value);
     }
     Ok(())
+}
+
+/// Runs a plan where it is to run.
+fn execute(compiled: &CompiledPlan, snapshot: &Snapshot) -> Result<Vec<Value>, (usize, ErrorKind)> {
+    #[cfg(feature = "cuda")]
+    if let Some(device) = crate::device::gpu_for(&snapshot.leaves) {
+        let CompiledPlan { plan, cuda, .. } = compiled;
+        return crate::cuda::execute::execute(&device, plan, cuda, &snapshot.leaves, &snapshot.parameters);
+    }
+    cpu::execute::execute(compiled, &snapshot.leaves, &snapshot.parameters)
 }
 
 /// What a node is that makes one number from numbers that are there.
@@ -122,8 +134,12 @@ fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
     }
     MADE.set(MADE.get() + 1);
     let plan = Grouping::of(snapshot, mode).plan();
-    let kernels = cpu::execute::CpuKernels::compile(&plan);
-    let compiled = Arc::new(CompiledPlan { plan, kernels });
+    let compiled = Arc::new(CompiledPlan {
+        plan,
+        kernels: OnceLock::new(),
+        #[cfg(feature = "cuda")]
+        cuda: crate::cuda::execute::CudaKernels::default(),
+    });
     let mut plans = PLANS.lock();
     plans.truncate(PLANS_MAX - 1);
     plans.insert(0, (key.into(), compiled.clone()));

@@ -19,7 +19,7 @@ fn checked(sizes: &[usize], operation: &'static str, at: Caller) -> Result<Shape
 
 impl Tensor {
     pub(crate) fn of_buffer(buffer: CpuBuffer, shape: Shape, dtype: DType, at: Caller) -> Tensor {
-        let value = Value { storage: Arc::new(Storage::Cpu(buffer)), layout: Layout::contiguous(shape) };
+        let value = Value { storage: Arc::new(Storage::of_cpu(buffer)), layout: Layout::contiguous(shape) };
         Tensor { node: Node::of_value(value, dtype, false, at) }
     }
 

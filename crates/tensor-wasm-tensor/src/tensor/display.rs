@@ -9,7 +9,6 @@ use half::{bf16, f16};
 use super::Tensor;
 use crate::cpu::memory::CpuBuffer;
 use crate::dtype::DType;
-use crate::graph::Storage;
 use crate::shape::Layout;
 
 /// Beyond so many elements only edges are shown.
@@ -43,7 +42,10 @@ impl fmt::Display for Tensor {
             Ok(value) => value,
             Err(error) => return write!(f, "{error}"),
         };
-        let Storage::Cpu(buffer) = &*value.storage;
+        let buffer = match value.storage.cpu() {
+            Ok(buffer) => buffer,
+            Err(what) => return write!(f, "{what}"),
+        };
         let elements = Elements { buffer, dtype: self.dtype(), layout: value.layout };
         if value.layout.shape.contains(&0) {
             return f.write_str("[]");

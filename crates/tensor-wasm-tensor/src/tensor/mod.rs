@@ -17,10 +17,13 @@ use std::sync::Arc;
 pub use self::neural::{Convolution, Window};
 pub use self::operators::Operand;
 pub use self::views::Axes;
+use crate::device::{Device, with_device};
 use crate::dtype::{DType, Element};
 use crate::error::{ErrorKind, Result, TensorError};
+#[cfg(feature = "cuda")]
+use crate::graph::Storage;
 use crate::graph::op::Op;
-use crate::graph::{Node, Storage, Value};
+use crate::graph::{Node, Value};
 use crate::schedule::{self, Explanation, Mode};
 use crate::shape::{Layout, Shape};
 
@@ -104,6 +107,26 @@ impl Tensor {
         schedule::explain(&nodes, Mode::Fused)
     }
 
+    /// The same elements on a device, computed by now: what is made of them is computed there, unless another device
+    /// was set. Gradients do not flow through it.
+    #[track_caller]
+    pub fn to(&self, device: &Device) -> Tensor {
+        let at = Location::caller();
+        let value = match with_device(device, || self.value()) {
+            Ok(value) => value,
+            Err(error) => return Tensor::holding(error),
+        };
+        let storage = match device {
+            Device::Cpu => value.storage.cpu().map(|_| value.storage.clone()),
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => value.storage.cuda(device).map(|buffer| Arc::new(Storage::of_cuda(buffer.clone()))),
+        };
+        match storage {
+            Ok(storage) => Tensor { node: Node::of_value(Value { storage, ..value }, self.dtype(), false, at) },
+            Err(what) => Tensor::failed("to", what, at),
+        }
+    }
+
     pub(crate) fn value(&self) -> Result<Value> {
         if let Some(value) = &self.node.state.lock().value {
             return Ok(value.clone());
@@ -124,8 +147,13 @@ impl Tensor {
             let what = ErrorKind::ElementType { found: self.dtype(), asked: T::DTYPE };
             return Err(TensorError::new("to_vec", what, at));
         }
-        let Storage::Cpu(buffer) = &*value.storage;
+        let buffer = value.storage.cpu().map_err(|what| TensorError::new("to_vec", what, at))?;
         let elements = buffer.elements::<T>();
+        if value.layout.is_contiguous()
+            && let Some(own) = elements.get(..self.numel())
+        {
+            return self.collected(own.len(), "to_vec", at, |all| all.extend_from_slice(own));
+        }
         self.collect(&value.layout, "to_vec", at, |position| elements[position])
     }
 
@@ -137,13 +165,25 @@ impl Tensor {
         at: Caller,
         element: impl Fn(usize) -> T,
     ) -> Result<Vec<T>> {
-        let count = self.numel();
+        self.collected(self.numel(), operation, at, |all| {
+            layout.for_each_position(|position| all.push(element(position)));
+        })
+    }
+
+    /// Room for so many elements, filled.
+    fn collected<T>(
+        &self,
+        count: usize,
+        operation: &'static str,
+        at: Caller,
+        fill: impl FnOnce(&mut Vec<T>),
+    ) -> Result<Vec<T>> {
         let mut all = Vec::new();
         if all.try_reserve_exact(count).is_err() {
             let bytes = count.saturating_mul(size_of::<T>());
             return Err(TensorError::new(operation, ErrorKind::OutOfMemory { bytes }, at));
         }
-        layout.for_each_position(|position| all.push(element(position)));
+        fill(&mut all);
         Ok(all)
     }
 
@@ -152,7 +192,7 @@ impl Tensor {
     pub fn to_f64(&self) -> Result<Vec<f64>> {
         let at = Location::caller();
         let value = self.value()?;
-        let Storage::Cpu(buffer) = &*value.storage;
+        let buffer = value.storage.cpu().map_err(|what| TensorError::new("to_f64", what, at))?;
         self.collect(&value.layout, "to_f64", at, |position| buffer.at(self.dtype(), position).0)
     }
 

@@ -36,7 +36,7 @@ impl Tensor {
             let why = format!("an array of shape {shape} has strides {strides:?} in {count} elements");
             return Tensor::failed("from_ndarray", ErrorKind::BadArgument { why }, at);
         };
-        let value = Value { storage: Arc::new(Storage::Cpu(CpuBuffer::of_vec(elements))), layout };
+        let value = Value { storage: Arc::new(Storage::of_cpu(CpuBuffer::of_vec(elements))), layout };
         Tensor { node: Node::of_value(value, T::DTYPE, false, at) }
     }
 
@@ -80,7 +80,7 @@ mod tests {
             assert_eq!((&tensor + 1).to_ndarray::<i32>().unwrap(), array.mapv(|x| x + 1));
             // Moved in, it stays where it is, if its vector is as large as it has to be.
             let value = Tensor::from_ndarray(array).value().unwrap();
-            let Storage::Cpu(buffer) = &*value.storage;
+            let buffer = value.storage.cpu().unwrap();
             let first = buffer.elements::<i32>().as_ptr().wrapping_offset(value.layout.offset);
             assert!(value.layout.shape.numel() == 0 || first == start);
         }

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 use self::compile::Compile;
-pub(super) use self::run::{Run, register_of};
+pub(super) use self::run::Run;
+pub(crate) use self::run::register_of;
 use super::execute::Buffers;
 use super::tile::{Class, Side, TileOp};
 use crate::dtype::DType;
@@ -258,11 +259,8 @@ impl MapProgram {
     ) -> Result<Run<'r>, ErrorKind> {
         let loads = kernel.loads.iter().map(|view| Ok(buffers.view(view)?.as_ptr().cast_const()));
         let loads = loads.collect::<Result<Vec<_>, ErrorKind>>()?;
-        let result = |storage: &Arc<Storage>| {
-            let Storage::Cpu(buffer) = &**storage;
-            buffer.as_ptr()
-        };
-        let results: Vec<*mut u8> = made.iter().map(result).collect();
+        let results = made.iter().map(|storage| Ok(storage.cpu()?.as_ptr()));
+        let results = results.collect::<Result<Vec<*mut u8>, ErrorKind>>()?;
         let sizes: Vec<usize> = kernel.stores.iter().map(|(value, _)| kernel.values[*value].dtype.size()).collect();
         Ok(Run { program: self, loads, results, sizes, parameters, is_defined: AtomicBool::new(true) })
     }

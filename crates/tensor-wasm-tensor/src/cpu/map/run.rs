@@ -412,7 +412,7 @@ impl Run<'_> {
     clippy::cast_sign_loss,
     reason = "a scalar becomes an element as a cast does it"
 )]
-pub(in crate::cpu) fn register_of(scalar: Scalar, dtype: DType) -> [u8; 8] {
+pub(crate) fn register_of(scalar: Scalar, dtype: DType) -> [u8; 8] {
     let float = scalar.as_f64();
     let is_float = matches!(scalar, Scalar::Float(_));
     let mut to = [0; 8];

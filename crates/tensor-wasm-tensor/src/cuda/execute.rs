@@ -1,0 +1,227 @@
+//! Runs plans on a GPU.
+
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, block_on};
+
+use super::map::FLAGS_BYTES;
+use super::plan::{CudaPlan, LaunchArgument, output_of};
+use super::{CudaBuffer, CudaDevice, Pending};
+use crate::cpu::register_of;
+use crate::dtype::DType;
+use crate::error::ErrorKind;
+use crate::graph::{Storage, Value};
+use crate::schedule::plan::{BufferView, Parameter, Plan, Source, Step, ValueKind};
+
+/// Graphs that are kept of a plan: its buffers lie in some few ways, one after the other.
+const GRAPHS_MAX: usize = 4;
+
+/// Launches that are sent at once.
+const BATCH_MAX: usize = 512;
+
+/// A plan as a device has it, once it has run there.
+#[derive(Default)]
+pub(crate) struct CudaKernels(OnceLock<Mutex<PlanState>>);
+
+/// What a plan keeps on the device between two runs.
+struct PlanState {
+    device: CudaDevice,
+    lowered: CudaPlan,
+    block: Option<CudaBuffer>,
+    /// Flags, and then the numbers that come with each run.
+    words: CudaBuffer,
+    written: Vec<u8>,
+    graphs: Vec<Graph>,
+    runs: usize,
+}
+
+/// Runs a plan, and returns what its outputs are, or the node that could not be computed.
+pub(crate) fn execute(
+    device: &CudaDevice,
+    plan: &Plan,
+    kernels: &CudaKernels,
+    leaves: &[Value],
+    parameters: &[Parameter],
+) -> Result<Vec<Value>, (usize, ErrorKind)> {
+    let last = plan.steps.last().map_or(0, Step::node);
+    let at_end = |what: ErrorKind| (last, what);
+    if kernels.0.get().is_none() {
+        let made = PlanState::new(device, plan, parameters)?;
+        let _ = kernels.0.set(Mutex::new(made));
+    }
+    let Some(state) = kernels.0.get() else {
+        return Err(at_end(ErrorKind::Bug { why: "a plan was not made".to_owned() }));
+    };
+    let mut state = state.lock();
+    if state.device != *device {
+        *state = PlanState::new(device, plan, parameters)?;
+    }
+    state.run(plan, leaves, parameters, last)
+}
+
+/// Numbers that come with a run, as a kernel reads them: eight bytes each.
+fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
+    let mut types = vec![DType::I64; parameters.len()];
+    for step in &plan.steps {
+        let map = match step {
+            Step::Map(kernel) => Some(kernel),
+            Step::Special(kernel) => kernel.epilogue.as_ref(),
+        };
+        for value in map.iter().flat_map(|map| &map.values) {
+            if let ValueKind::Fill(parameter) = value.kind {
+                types[parameter] = value.dtype;
+            }
+        }
+    }
+    let word = |(parameter, dtype): (&Parameter, DType)| match parameter {
+        Parameter::Scalar(scalar) => register_of(*scalar, dtype),
+        Parameter::Seed(seed) => seed.to_le_bytes(),
+    };
+    parameters.iter().zip(types).flat_map(word).collect()
+}
+
+impl PlanState {
+    fn new(device: &CudaDevice, plan: &Plan, parameters: &[Parameter]) -> Result<PlanState, (usize, ErrorKind)> {
+        let last = plan.steps.last().map_or(0, Step::node);
+        let at_end = |what: ErrorKind| (last, what);
+        let lowered = CudaPlan::new(device, plan)?;
+        let bytes = usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX);
+        let block = if bytes > 0 { Some(CudaBuffer::new(device, bytes).map_err(at_end)?) } else { None };
+        let words = CudaBuffer::new(device, FLAGS_BYTES + 8 * parameters.len().max(1)).map_err(at_end)?;
+        let device = device.clone();
+        Ok(PlanState { device, lowered, block, words, written: Vec::new(), graphs: Vec::new(), runs: 0 })
+    }
+
+    fn run(
+        &mut self,
+        plan: &Plan,
+        leaves: &[Value],
+        parameters: &[Parameter],
+        last: usize,
+    ) -> Result<Vec<Value>, (usize, ErrorKind)> {
+        let at_end = |what: ErrorKind| (last, what);
+        let device = self.device.clone();
+        let mut inputs: Vec<&CudaBuffer> = Vec::with_capacity(leaves.len());
+        let mut before: Vec<Arc<Pending>> = Vec::new();
+        for leaf in leaves {
+            let buffer = leaf.storage.cuda(&device).map_err(at_end)?;
+            if !buffer.pending.is_over().map_err(at_end)? && before.iter().all(|own| !Arc::ptr_eq(own, &buffer.pending))
+            {
+                before.push(buffer.pending.clone());
+            }
+            inputs.push(buffer);
+        }
+        let mut outputs: Vec<CudaBuffer> = Vec::with_capacity(self.lowered.outputs.len());
+        for (_, bytes) in &self.lowered.outputs {
+            outputs.push(CudaBuffer::new(&device, *bytes).map_err(at_end)?);
+        }
+        let words = words_of(plan, parameters);
+        if self.written != words {
+            device
+                .when_possible(|stream| stream.write_blocking(self.words.buffer.handle(), FLAGS_BYTES as u64, &words))
+                .map_err(at_end)?;
+            self.written = words;
+        }
+        if let Some(pending) = self.send(&inputs, &outputs, before).map_err(at_end)? {
+            outputs.iter_mut().for_each(|output| output.pending = pending.clone());
+        }
+        if self.lowered.may_fail {
+            self.check(plan)?;
+        }
+        let storages: Vec<Arc<Storage>> =
+            outputs.into_iter().map(|output| Arc::new(Storage::of_cuda(Arc::new(output)))).collect();
+        let value = |view: &BufferView| {
+            let storage = match view.source {
+                Source::Leaf(leaf) => leaves.get(leaf).map(|leaf| leaf.storage.clone()),
+                Source::Slot(_) => output_of(view, &self.lowered).and_then(|at| storages.get(at)).cloned(),
+            };
+            let storage = storage.ok_or_else(|| ErrorKind::Bug { why: format!("{view:?} is not there") })?;
+            Ok(Value { storage, layout: view.layout })
+        };
+        plan.outputs.iter().map(value).collect::<Result<_, _>>().map_err(at_end)
+    }
+
+    /// Sends the launches, as a graph if they were sent before.
+    fn send(
+        &mut self,
+        inputs: &[&CudaBuffer],
+        outputs: &[CudaBuffer],
+        before: Vec<Arc<Pending>>,
+    ) -> Result<Option<Arc<Pending>>, ErrorKind> {
+        let block = self.block.as_ref().map(|block| block.buffer.handle());
+        let words = self.words.buffer.handle();
+        let missing = || ErrorKind::Bug { why: "a buffer of a plan is not there".to_owned() };
+        let mut handles: Vec<Handle> = Vec::new();
+        let mut all: Vec<Params> = Vec::with_capacity(self.lowered.launches.len());
+        for launch in &self.lowered.launches {
+            let mut params = Vec::with_capacity(launch.arguments.len());
+            for argument in &launch.arguments {
+                let (handle, offset) = match argument {
+                    LaunchArgument::Leaf(leaf) => (inputs.get(*leaf).ok_or_else(missing)?.buffer.handle(), 0),
+                    LaunchArgument::Output(at) => (outputs.get(*at).ok_or_else(missing)?.buffer.handle(), 0),
+                    LaunchArgument::Block(offset) => (block.ok_or_else(missing)?, *offset),
+                    LaunchArgument::Parameters(first) => (words, (FLAGS_BYTES + 8 * first) as u64),
+                    LaunchArgument::Flags => (words, 0),
+                };
+                if !handles.contains(&handle) {
+                    handles.push(handle);
+                }
+                params.push(Param::Buffer { handle, offset });
+            }
+            all.push(Params::new(params));
+        }
+        if all.is_empty() {
+            return Ok(None);
+        }
+        let overwritten: Vec<Handle> = outputs.iter().map(|output| output.buffer.handle()).chain(block).collect();
+        let steps: Vec<GraphStep<'_>> = self
+            .lowered
+            .launches
+            .iter()
+            .zip(&all)
+            .map(|(launch, params)| GraphStep::Launch { kernel: &launch.kernel, grid: launch.grid, params })
+            .collect();
+        self.runs += 1;
+        let device = &self.device;
+        let completion = if self.runs == 1 || steps.len() == 1 || steps.len() > BATCH_MAX {
+            let mut last = None;
+            for batch in steps.chunks(BATCH_MAX) {
+                last = Some(device.when_possible(|stream| stream.run(batch, &overwritten))?);
+            }
+            last.ok_or_else(missing)?
+        } else {
+            let mut found = None;
+            for graph in &self.graphs {
+                found = device.when_possible(|stream| stream.replay_over(graph, &handles, &overwritten))?;
+                if found.is_some() {
+                    break;
+                }
+            }
+            match found {
+                Some(completion) => completion,
+                None => {
+                    let graph = device.when_possible(|stream| block_on(stream.graph_over(&steps, &overwritten)))?;
+                    let sent = device.when_possible(|stream| stream.replay_over(&graph, &handles, &overwritten))?;
+                    self.graphs.insert(0, graph);
+                    self.graphs.truncate(GRAPHS_MAX);
+                    sent.ok_or_else(missing)?
+                }
+            }
+        };
+        Ok(Some(Pending::new(completion, before)))
+    }
+
+    /// Looks whether everything could be computed.
+    fn check(&self, plan: &Plan) -> Result<(), (usize, ErrorKind)> {
+        let last = plan.steps.last().map_or(0, Step::node);
+        let mut flags = [0; FLAGS_BYTES];
+        let handle = self.words.buffer.handle();
+        let read = self.device.when_possible(|stream| stream.read_blocking(handle, 0, &mut flags));
+        read.map_err(|what| (last, what))?;
+        let Some(failure) = CudaPlan::failure(plan, &flags) else { return Ok(()) };
+        let cleared = self.device.when_possible(|stream| stream.write_blocking(handle, 0, &[0; FLAGS_BYTES]));
+        cleared.map_err(|what| (last, what))?;
+        Err(failure)
+    }
+}

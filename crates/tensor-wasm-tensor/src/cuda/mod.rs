@@ -1,0 +1,213 @@
+//! CUDA as a device. Fused kernels are built with the kernel compiler's own operations and compiled by it without a
+//! fence: every access is inside by how the kernel is made (`map/mod.rs`, `special.rs`, with `index.rs` and
+//! `numbers.rs`). A plan becomes a list of launches over one block of memory (`plan.rs`), sent together and replayed as
+//! a graph from its second run on (`execute.rs`).
+
+pub(crate) mod execute;
+mod index;
+mod map;
+mod numbers;
+mod plan;
+mod special;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tensor_wasm_gpu::{
+    Buffer, Completion, Device, DeviceChoice, DeviceError, OpenOptions, Stream, Tenant, TenantLimits,
+};
+
+use crate::cpu::memory::CpuBuffer;
+use crate::error::ErrorKind;
+
+/// Jobs that may wait for the device: whoever is ahead of it by more waits.
+const JOBS_MAX: usize = 1_024;
+
+/// How long somebody sleeps who has to wait until there is room in the line.
+const ROOM_PERIOD: Duration = Duration::from_micros(50);
+
+/// A GPU that tensors are computed on. Cloning shares it.
+#[derive(Clone)]
+pub struct CudaDevice(Arc<Opened>);
+
+struct Opened {
+    name: String,
+    tenant: Tenant,
+    stream: Stream,
+}
+
+impl PartialEq for CudaDevice {
+    fn eq(&self, other: &CudaDevice) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0.name)
+    }
+}
+
+impl CudaDevice {
+    /// Opens a GPU by its number, with its worker as a thread of this process.
+    pub(crate) fn open(number: u32) -> Result<CudaDevice, ErrorKind> {
+        let name = format!("cuda:{number}");
+        let options = OpenOptions { choice: DeviceChoice::Cuda(number), ..OpenOptions::default() };
+        let no_device = |why: String| ErrorKind::NoDevice { name: name.clone(), why };
+        let device = Device::open(&options).map_err(|why| no_device(why.to_string()))?;
+        CudaDevice::of(device, &name)
+    }
+
+    /// A device that is open already, as a tenant of its own.
+    pub(crate) fn of(device: Device, name: &str) -> Result<CudaDevice, ErrorKind> {
+        let limits = TenantLimits {
+            memory_bytes_max: device.info().memory_total_bytes,
+            running_max: JOBS_MAX,
+            waiting_max: JOBS_MAX,
+            ..TenantLimits::default()
+        };
+        let tenant = device.tenant("tensors", limits).map_err(|error| failed(&error))?;
+        let stream = tenant.stream();
+        Ok(CudaDevice(Arc::new(Opened { name: name.to_owned(), tenant, stream })))
+    }
+
+    /// What it is called, as `cuda:0`.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Waits until everything that was asked for is done.
+    pub fn synchronize(&self) -> Result<(), crate::TensorError> {
+        let wait = || {
+            let word = CudaBuffer::new(self, 4)?;
+            let mut bytes = [0; 4];
+            self.when_possible(|stream| stream.read_blocking(word.buffer.handle(), 0, &mut bytes))
+        };
+        wait().map_err(|what| crate::TensorError::new("synchronize", what, std::panic::Location::caller()))
+    }
+
+    fn stream(&self) -> &Stream {
+        &self.0.stream
+    }
+
+    /// Sends something, waiting while the line is full.
+    fn when_possible<T>(&self, mut send: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
+        loop {
+            match send(self.stream()) {
+                Err(DeviceError::Busy { .. }) => std::thread::park_timeout(ROOM_PERIOD),
+                sent => return sent.map_err(|error| failed(&error)),
+            }
+        }
+    }
+}
+
+fn failed(error: &DeviceError) -> ErrorKind {
+    ErrorKind::Device { why: error.to_string() }
+}
+
+/// Something that was sent to a device, and what it waits for. Nobody waits for it before somebody reads.
+#[derive(Default)]
+pub(crate) struct Pending(Mutex<PendingState>);
+
+#[derive(Default)]
+struct PendingState {
+    completion: Option<Completion>,
+    /// What was not over when this was sent.
+    before: Vec<Arc<Pending>>,
+    failed: Option<String>,
+}
+
+impl Pending {
+    fn new(completion: Completion, before: Vec<Arc<Pending>>) -> Arc<Pending> {
+        Arc::new(Pending(Mutex::new(PendingState { completion: Some(completion), before, failed: None })))
+    }
+
+    /// Whether it is over without anybody waiting; an error if it failed.
+    fn is_over(&self) -> Result<bool, ErrorKind> {
+        let is_over = self.0.lock().completion.as_ref().is_none_or(Completion::is_over);
+        if is_over { self.wait().map(|()| true) } else { Ok(false) }
+    }
+
+    /// Waits until it is over.
+    fn wait(&self) -> Result<(), ErrorKind> {
+        let mut left = Vec::new();
+        {
+            let mut state = self.0.lock();
+            if let Some(completion) = state.completion.take()
+                && let Err(error) = completion.wait()
+            {
+                state.failed = Some(error.to_string());
+            }
+            if let Some(why) = &state.failed {
+                return Err(ErrorKind::Device { why: why.clone() });
+            }
+            left.append(&mut state.before);
+        }
+        // Those are over by now: they came before on the same stream. What they were themselves after is over too.
+        while let Some(pending) = left.pop() {
+            let mut state = pending.0.lock();
+            if let Some(completion) = state.completion.take()
+                && let Err(error) = completion.wait()
+            {
+                state.failed = Some(error.to_string());
+            }
+            if let Some(why) = state.failed.clone() {
+                self.0.lock().failed = Some(why.clone());
+                return Err(ErrorKind::Device { why });
+            }
+            left.append(&mut state.before);
+        }
+        Ok(())
+    }
+}
+
+/// Elements on a GPU.
+pub(crate) struct CudaBuffer {
+    device: CudaDevice,
+    buffer: Buffer,
+    bytes: usize,
+    pending: Arc<Pending>,
+}
+
+impl CudaBuffer {
+    /// Memory with anything in it, which whoever asks for it writes.
+    fn new(device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
+        let buffer = device.0.tenant.buffer(bytes.max(1) as u64).map_err(|error| memory_failed(&error, bytes))?;
+        Ok(CudaBuffer { device: device.clone(), buffer, bytes, pending: Arc::default() })
+    }
+
+    pub(crate) fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// Copies elements to the device.
+    pub(crate) fn write(device: &CudaDevice, from: &CpuBuffer) -> Result<CudaBuffer, ErrorKind> {
+        let made = CudaBuffer::new(device, from.bytes())?;
+        if made.bytes > 0 {
+            device.when_possible(|stream| stream.write_blocking(made.buffer.handle(), 0, from.as_bytes()))?;
+        }
+        Ok(made)
+    }
+
+    /// Copies them back, once they are computed.
+    pub(crate) fn read(&self) -> Result<CpuBuffer, ErrorKind> {
+        let read = |bytes: &mut [u8]| {
+            if bytes.is_empty() {
+                return Ok(());
+            }
+            self.device.when_possible(|stream| stream.read_blocking(self.buffer.handle(), 0, bytes))
+        };
+        let buffer = CpuBuffer::filled(self.bytes, read)?;
+        // Over by now, as the copy came after it.
+        self.pending.wait()?;
+        buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
+    }
+}
+
+/// An allocation that was refused: what was asked for, and what there is.
+fn memory_failed(error: &DeviceError, bytes: usize) -> ErrorKind {
+    ErrorKind::Device { why: format!("{bytes} bytes of its memory are needed: {error}") }
+}

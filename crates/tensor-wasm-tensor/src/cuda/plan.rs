@@ -1,0 +1,235 @@
+//! A plan for a GPU: its launches in order, and where everything between them lies. Buffers that nobody sees but the
+//! plan are parts of one block, which they share as their lives allow.
+
+use tensor_wasm_gpu::{Grid, Kernel, block_on};
+
+use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE};
+use super::{CudaDevice, map, special};
+use crate::error::ErrorKind;
+use crate::graph::op::{BinaryOp, Op};
+use crate::schedule::plan::{BufferView, MapKernel, Plan, Source, Step, ValueKind};
+
+/// Parts of a block begin at multiples of this.
+const ALIGN: u64 = 256;
+
+/// Elements of a tensor, and of what a kernel goes over: indices have 31 bits. Bytes of a buffer have 32.
+const ELEMENTS_MAX: usize = i32::MAX.unsigned_abs() as usize;
+const BYTES_MAX: usize = u32::MAX as usize;
+
+/// Where a slot lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum SlotPlace {
+    /// In the plan's own block, from there on.
+    Block(u64),
+    /// In a buffer of its own, which somebody keeps: the number of it.
+    Output(usize),
+}
+
+pub(super) struct CudaLaunch {
+    pub kernel: Kernel,
+    pub grid: Grid,
+    pub arguments: Vec<LaunchArgument>,
+}
+
+/// What a window is given: a leaf, a part of the plan's block, an output, or the plan's numbers and flags.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LaunchArgument {
+    Leaf(usize),
+    Block(u64),
+    Output(usize),
+    Parameters(usize),
+    Flags,
+}
+
+pub(super) struct CudaPlan {
+    pub launches: Vec<CudaLaunch>,
+    pub block_bytes: u64,
+    /// The slots that are outputs, and their bytes.
+    pub outputs: Vec<(usize, usize)>,
+    /// Whether something may turn out not to be computable.
+    pub may_fail: bool,
+}
+
+impl CudaPlan {
+    pub(super) fn new(device: &CudaDevice, plan: &Plan) -> Result<CudaPlan, (usize, ErrorKind)> {
+        let mut steps = Vec::with_capacity(plan.steps.len());
+        for step in &plan.steps {
+            let at_node = |what: ErrorKind| (step.node(), what);
+            check_sizes(step).map_err(at_node)?;
+            steps.push(lower(step).map_err(at_node)?);
+        }
+        let places = Places::of(plan, &steps);
+        let mut launches = Vec::new();
+        for (n, step) in steps.into_iter().enumerate() {
+            for kernel in step.kernels {
+                let launch = load(device, kernel, &places, n).map_err(|what| (plan.steps[n].node(), what))?;
+                launches.push(launch);
+            }
+        }
+        let may_fail = plan.steps.iter().any(may_fail);
+        Ok(CudaPlan { launches, block_bytes: places.bytes, outputs: places.outputs, may_fail })
+    }
+
+    /// What a failure says that a kernel wrote down.
+    pub(super) fn failure(plan: &Plan, flags: &[u8]) -> Option<(usize, ErrorKind)> {
+        let word = |at: usize| flags.get(at..at + 4).and_then(|four| four.try_into().ok()).map(u32::from_le_bytes);
+        let (code, node) = (word(0)?, word(4)? as usize);
+        match code {
+            DIVIDED_BY_ZERO => Some((node, ErrorKind::DivisionByZero)),
+            OUT_OF_RANGE => {
+                let index = flags.get(8..16)?.try_into().map(i64::from_le_bytes).ok()?;
+                let special = plan.steps.iter().find_map(|step| match step {
+                    Step::Special(kernel) if kernel.node == node => Some(kernel),
+                    _ => None,
+                })?;
+                let (axis, size) = match special.op {
+                    Op::Gather { axis } => (axis, special.inputs.first()?.layout.shape[axis]),
+                    Op::ScatterAdd { axis, size } => (axis, size),
+                    _ => return None,
+                };
+                Some((node, ErrorKind::OutOfRange { index, axis, size }))
+            }
+            _ => None,
+        }
+    }
+}
+
+fn lower(step: &Step) -> Result<LoweredStep, ErrorKind> {
+    let bug = |error: tensor_wasm_jit::build::BuildError| ErrorKind::Bug { why: format!("a kernel: {error}") };
+    match step {
+        Step::Map(kernel) => map::lower(kernel).map_err(bug),
+        Step::Special(kernel) => {
+            let mut lowered = special::lower(kernel).map_err(bug)?;
+            if let Some(after) = &kernel.epilogue {
+                let epilogue = map::lower(after).map_err(bug)?;
+                let shift = lowered.scratch_bytes.len();
+                lowered.scratch_bytes.extend(epilogue.scratch_bytes);
+                lowered.kernels.extend(epilogue.kernels.into_iter().map(|kernel| kernel.with_scratch_from(shift)));
+            }
+            Ok(lowered)
+        }
+    }
+}
+
+fn check_sizes(step: &Step) -> Result<(), ErrorKind> {
+    let too_large = |what: String| {
+        let why = format!("{what}: a kernel goes over fewer than 2^31 elements, of buffers of less than 4 GiB");
+        Err(ErrorKind::Device { why })
+    };
+    let space = match step {
+        Step::Map(kernel) => kernel.space,
+        Step::Special(kernel) => kernel.shape,
+    };
+    if space.numel() > ELEMENTS_MAX {
+        return too_large(format!("shape {space}"));
+    }
+    for view in step.reads() {
+        let last = view.layout.reach().map_or(0, |(_, last)| last.unsigned_abs() + 1);
+        if last > ELEMENTS_MAX || last.saturating_mul(view.dtype.size()) > BYTES_MAX {
+            return too_large(format!("a tensor of shape {}", view.layout.shape));
+        }
+    }
+    Ok(())
+}
+
+/// Whether elements decide if it can be computed.
+fn may_fail(step: &Step) -> bool {
+    let divides = |kernel: &MapKernel| {
+        kernel.values.iter().any(|value| {
+            matches!(value.kind, ValueKind::Binary(BinaryOp::Div | BinaryOp::Rem, ..)) && !value.dtype.is_float()
+        })
+    };
+    match step {
+        Step::Map(kernel) => divides(kernel),
+        Step::Special(kernel) => {
+            matches!(kernel.op, Op::Gather { .. } | Op::ScatterAdd { .. })
+                || kernel.epilogue.as_ref().is_some_and(divides)
+        }
+    }
+}
+
+fn load(device: &CudaDevice, lowered: LoweredKernel, places: &Places, step: usize) -> Result<CudaLaunch, ErrorKind> {
+    let refused = |why: String| ErrorKind::Bug { why: format!("a kernel was refused: {why}") };
+    let image = lowered.built.compile_trusted().map_err(|refusal| refused(refusal.to_string()))?;
+    let kernel = device.when_possible(|stream| {
+        block_on(async {
+            let module = stream.load(image.ptx.as_bytes()).await?;
+            stream.kernel(&module, &image.entry).await
+        })
+    })?;
+    let grid = Grid { blocks: [lowered.groups, 1, 1], threads: [lowered.items, 1, 1], shared_bytes: 0 };
+    let argument = |argument: &Argument| match argument {
+        Argument::Buffer(Source::Leaf(leaf)) => LaunchArgument::Leaf(*leaf),
+        Argument::Buffer(Source::Slot(slot)) => match places.slots[*slot] {
+            SlotPlace::Block(offset) => LaunchArgument::Block(offset),
+            SlotPlace::Output(output) => LaunchArgument::Output(output),
+        },
+        Argument::Scratch(n) => LaunchArgument::Block(places.scratch[step][*n]),
+        Argument::Parameters(first) => LaunchArgument::Parameters(*first),
+        Argument::Flags => LaunchArgument::Flags,
+    };
+    let arguments = lowered.arguments.iter().map(argument).collect();
+    Ok(CudaLaunch { kernel, grid, arguments })
+}
+
+/// Where everything lies.
+struct Places {
+    slots: Vec<SlotPlace>,
+    /// For each step.
+    scratch: Vec<Vec<u64>>,
+    bytes: u64,
+    outputs: Vec<(usize, usize)>,
+}
+
+impl Places {
+    fn of(plan: &Plan, steps: &[LoweredStep]) -> Places {
+        let mut places = Places {
+            slots: vec![SlotPlace::Block(0); plan.slots.len()],
+            scratch: Vec::new(),
+            bytes: 0,
+            outputs: Vec::new(),
+        };
+        let slot_bytes = |slot: usize| plan.slots[slot].shape.numel() * plan.slots[slot].dtype.size();
+        for (n, slot) in plan.slots.iter().enumerate() {
+            if slot.last_step.is_none() {
+                places.slots[n] = SlotPlace::Output(places.outputs.len());
+                places.outputs.push((n, slot_bytes(n)));
+            }
+        }
+        let mut taken: Vec<(u64, u64, usize)> = Vec::new();
+        for (n, (step, lowered)) in plan.steps.iter().zip(steps).enumerate() {
+            for slot in step.writes() {
+                if let Some(last) = plan.slots[slot].last_step {
+                    let offset = places.take(&mut taken, slot_bytes(slot) as u64, last);
+                    places.slots[slot] = SlotPlace::Block(offset);
+                }
+            }
+            let scratch = lowered.scratch_bytes.iter().map(|bytes| places.take(&mut taken, *bytes, n)).collect();
+            places.scratch.push(scratch);
+            taken.retain(|(.., last)| *last > n);
+        }
+        places
+    }
+
+    /// The first gap that is large enough, until after a step.
+    fn take(&mut self, taken: &mut Vec<(u64, u64, usize)>, bytes: u64, last: usize) -> u64 {
+        let bytes = bytes.max(1).next_multiple_of(ALIGN);
+        let mut offset = 0;
+        for (start, len, _) in taken.iter() {
+            if *start >= offset + bytes {
+                break;
+            }
+            offset = offset.max(start + len);
+        }
+        let at = taken.partition_point(|(start, ..)| *start < offset);
+        taken.insert(at, (offset, bytes, last));
+        self.bytes = self.bytes.max(offset + bytes);
+        offset
+    }
+}
+
+/// The views of a plan's outputs that are slots, or leaves as they are.
+pub(super) fn output_of(view: &BufferView, plan: &CudaPlan) -> Option<usize> {
+    let Source::Slot(slot) = view.source else { return None };
+    plan.outputs.iter().position(|(own, _)| *own == slot)
+}

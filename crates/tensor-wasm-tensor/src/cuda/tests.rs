@@ -1,0 +1,211 @@
+//! Plans for a GPU, run where there is none: the device is the CPU's, and what it is given to run is PTX, which the
+//! compiler's emulator does, work item by work item. Everything else is as it is with a driver.
+
+use std::sync::{Arc, LazyLock};
+
+use tensor_wasm_gpu::{HostCode, HostKernels, HostLaunch, HostMemory, HostModule};
+use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, OtherMemory};
+
+use super::*;
+use crate::expression::evaluate;
+use crate::operations::{OPERATIONS, examples};
+use crate::{DType, Device as Place, Mode, Tensor, with_device};
+
+struct Emulated;
+
+struct EmulatedModule(Emulator);
+
+struct Mapped(Arc<HostMemory>);
+
+impl OtherMemory for Mapped {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
+        self.0.read(address, bytes)
+    }
+
+    fn write(&self, address: u64, bytes: &[u8]) -> bool {
+        self.0.write(address, bytes)
+    }
+}
+
+impl HostCode for Emulated {
+    fn load(&self, _stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
+        let text = std::str::from_utf8(image).map_err(|error| error.to_string())?;
+        Ok(Arc::new(EmulatedModule(Emulator::new(text)?)))
+    }
+
+    fn forget(&self, _stream: usize) {}
+}
+
+impl HostModule for EmulatedModule {
+    fn params(&self, _kernel: &str) -> Option<Vec<(u32, u32)>> {
+        Some(self.0.params())
+    }
+
+    fn launch(&self, launch: &HostLaunch<'_>) {
+        let mut memory = DeviceMemory::of(Box::new(Mapped(launch.memory.clone())));
+        let ran = self.0.run(&mut memory, launch.params, launch.groups, launch.items);
+        // Nobody would hear of a panic here.
+        if let Err(why) = ran {
+            eprintln!("a kernel failed in the emulator: {why}");
+            std::process::abort();
+        }
+    }
+}
+
+pub(crate) static DEVICE: LazyLock<Place> = LazyLock::new(|| {
+    let host = HostKernels(Some(Arc::new(Emulated)));
+    let options = OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() };
+    Place::Cuda(CudaDevice::of(Device::open(&options).unwrap(), "emulated").unwrap())
+});
+
+fn is_close(a: f64, b: f64, tolerance: f64) -> bool {
+    a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= tolerance * a.abs().max(b.abs()).max(1.0)
+}
+
+/// Computes something on both devices, fused and one by one, and compares.
+fn same(what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
+    let expected = make().to_f64();
+    for mode in [Mode::Fused, Mode::Eager] {
+        let found = with_device(&DEVICE, || {
+            let tensor = make();
+            Tensor::realize_in(&[&tensor], mode).and_then(|()| tensor.to_f64())
+        });
+        match (&expected, &found) {
+            (Ok(expected), Ok(found)) => {
+                assert_eq!(expected.len(), found.len(), "{what}");
+                let wrong = expected.iter().zip(found).position(|(a, b)| !is_close(*a, *b, tolerance));
+                assert!(wrong.is_none(), "{what} {mode:?} at {wrong:?}: {expected:?} {found:?}");
+            }
+            (expected, found) => {
+                let (expected, found) = (expected.as_ref().err(), found.as_ref().err());
+                let words = |error: Option<&crate::TensorError>| error.map(|error| error.what.to_string());
+                assert_eq!(words(expected), words(found), "{what} {mode:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_operation_is_computed_as_on_a_cpu() {
+    for operation in OPERATIONS {
+        for dtype in [DType::F32, DType::F64] {
+            let example = operation.example;
+            let words: Vec<&str> = example.split(|c: char| !c.is_alphanumeric() && c != '_').collect();
+            let inputs: Vec<(&str, Tensor)> =
+                examples(dtype).into_iter().filter(|(name, _)| words.contains(name)).collect();
+            // Both compute from the same.
+            inputs.iter().for_each(|(_, tensor)| tensor.realize().unwrap());
+            // Random numbers are made in single precision, whatever they become.
+            let is_made = operation.computed == crate::operations::Computed::Made;
+            let tolerance = if dtype == DType::F32 || is_made { 2e-6 } else { 1e-12 };
+            same(example, tolerance, || evaluate(example, &inputs, dtype).unwrap());
+        }
+    }
+}
+
+#[test]
+fn every_type_is_computed_as_on_a_cpu() {
+    let base =
+        Tensor::from_slice(&[3.7_f64, -2.5, 0.0, -0.0, 1.0, 255.9, 300.0, -1.0, 1e-5, 65_519.9, 70_000.0, 7.0], &[12]);
+    for from in DType::ALL {
+        let x = base.cast(from);
+        x.realize().unwrap();
+        for to in DType::ALL {
+            same(&format!("{from} to {to}"), 0.0, || x.cast(to));
+        }
+        if from == DType::Bool {
+            same("not", 0.0, || !&x);
+            continue;
+        }
+        let y = Tensor::from_slice(&[2_i32, 3, 5, 7, 1, 2, 3, 4, 9, 11, 13, 3], &[12]).cast(from);
+        y.realize().unwrap();
+        let tolerance = if matches!(from, DType::F16 | DType::BF16) { 1e-2 } else { 1e-6 };
+        same(&format!("{from}: add"), tolerance, || &x + &y);
+        same(&format!("{from}: mul"), tolerance, || &x * &y);
+        same(&format!("{from}: div"), tolerance, || &x / &y);
+        same(&format!("{from}: rem"), tolerance, || &x % &y);
+        same(&format!("{from}: lt"), tolerance, || x.lt(&y));
+        same(&format!("{from}: sum"), tolerance, || x.reshape(&[3, 4]).sum(1));
+        same(&format!("{from}: max"), tolerance, || x.reshape(&[3, 4]).max(0));
+        same(&format!("{from}: sort"), tolerance, || x.sort(0, true));
+        same(&format!("{from}: matmul"), tolerance, || x.reshape(&[3, 4]).matmul(&y.reshape(&[4, 3])));
+        same(&format!("{from}: cumsum"), tolerance, || y.reshape(&[3, 4]).cumsum(1));
+    }
+}
+
+#[test]
+fn floats_that_are_no_numbers_are_computed_as_on_a_cpu() {
+    let odd = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.0, 1e-42, 3e38, -7.5, 7.5, 1e30, 0.3];
+    let x = Tensor::from_slice(&odd, &[11]);
+    let y = Tensor::from_slice(&[3_f32, 2.0, -2.0, 0.0, 5.0, 1e-40, 1e-30, 2.0, -2.0, 3.0, f32::NAN], &[11]);
+    same("rem", 1e-6, || &x % &y);
+    same("rem turned round", 1e-6, || &y % &x);
+    same("maximum", 0.0, || x.maximum(&y));
+    same("minimum", 0.0, || x.minimum(&y));
+    same("sign", 0.0, || x.sign());
+    same("expm1", 1e-6, || x.expm1());
+    same("ln1p", 1e-6, || x.ln1p());
+    same("erf", 1e-6, || x.erf());
+    same("argmax", 0.0, || x.argmax(0));
+    same("sort", 0.0, || x.sort(0, false));
+    same("to i32", 0.0, || x.cast(DType::I32));
+}
+
+#[test]
+fn long_and_wide_reductions_are_computed_as_on_a_cpu() {
+    for sizes in [[3, 1000], [1000, 3], [1, 5000], [5000, 1], [40, 257], [2, 64]] {
+        let x = Tensor::normal(&sizes, 7, DType::F32);
+        x.realize().unwrap();
+        same(&format!("{sizes:?} sum"), 2e-6, || x.sum(()));
+        for axis in [0, 1] {
+            same(&format!("{sizes:?} sum {axis}"), 2e-6, || x.sum(axis));
+            same(&format!("{sizes:?} max {axis}"), 0.0, || x.max(axis));
+            same(&format!("{sizes:?} softmax {axis}"), 2e-6, || x.softmax(axis));
+            same(&format!("{sizes:?} norm {axis}"), 1e-5, || (&x * 2.0).layer_norm(axis, 1e-5));
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_computed_is_said() {
+    let (x, zero) = (Tensor::from_slice(&[5_i64, 6], &[2]), Tensor::from_slice(&[1_i64, 0], &[2]));
+    same("division", 0.0, || &x / &zero);
+    let index = Tensor::from_slice(&[0_i64, 9], &[2]);
+    same("gather", 0.0, || x.index_select(0, &index));
+    // And what comes after is as if nothing had been.
+    same("division", 0.0, || &x / 2);
+    same("gather", 0.0, || x.index_select(0, &Tensor::from_slice(&[1_i64, -1], &[2])));
+}
+
+#[test]
+fn what_is_computed_follows_what_it_is_computed_from() {
+    let x = Tensor::from_slice(&[1_f32, 2.0, 3.0, 4.0], &[4]);
+    let there = x.to(&DEVICE);
+    let sum = (&there * 2.0 + &x).sum(());
+    sum.realize().unwrap();
+    let is_there = |tensor: &Tensor| tensor.value().unwrap().storage.here().is_none();
+    assert!(is_there(&there) && is_there(&sum) && !is_there(&x), "nothing was read back");
+    assert_eq!(sum.item::<f32>().unwrap(), 30.0);
+    assert_eq!(there.to(&Place::Cpu).to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
+    assert!(!is_there(&(x + 1.0)));
+    let far = Tensor::ones(&[1 << 20, 1 << 20], DType::F32).to(&DEVICE);
+    let error = far.to_f64().unwrap_err().to_string();
+    assert!(error.contains("2^31 elements"), "{error}");
+}
+
+#[test]
+fn a_plan_that_runs_again_is_replayed() {
+    let w = Tensor::normal(&[8, 8], 3, DType::F32);
+    w.realize().unwrap();
+    let step = |x: &Tensor| (x.matmul(&w) + 0.5).tanh().softmax(1);
+    let run = || {
+        let mut x = Tensor::normal(&[4, 8], 1, DType::F32);
+        for _ in 0..6 {
+            x = step(&x);
+            x.realize().unwrap();
+        }
+        x.to_f64().unwrap()
+    };
+    let (here, there) = (run(), with_device(&DEVICE, run));
+    assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
+}
