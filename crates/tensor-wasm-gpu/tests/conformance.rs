@@ -524,6 +524,14 @@ fn sequences(setup: &Setup) {
     let other = setup.tenant("other sequences");
     let own = other.alloc(1_000).unwrap();
     assert_eq!(other.replay_over(&graph, &[own, own], &[]).err(), Some(DeviceError::ForeignHandle));
+    // A few bytes travel with their job, in its place among the others.
+    let small = tenant.alloc(5_000).unwrap();
+    let sent: Vec<_> = (0..50).map(|n| tenant.write_small(small, n, &[7, n as u8]).unwrap()).collect();
+    assert!(matches!(tenant.write_small(small, 0, &[0; 4_097]), Err(DeviceError::BadLaunch { .. })));
+    assert!(matches!(tenant.write_small(small, 4_999, &[0; 2]), Err(DeviceError::OutOfRange { .. })));
+    sent.into_iter().for_each(|sent| sent.wait().unwrap());
+    let seen = read(&tenant, small, 0, 60);
+    assert!(seen[..50].iter().all(|byte| *byte == 7) && seen[50] == 49 && seen[51..].iter().all(|byte| *byte == 0));
     // What is wrong with one step is wrong with all.
     let bad = [
         GraphStep::Fill { buffer: elsewhere, offset: 0, bytes: 1_000, value: 1 },

@@ -172,6 +172,13 @@ impl Assembler {
         true
     }
 
+    /// Whether there may be another exchange of registers, which on a CPU is two barriers.
+    pub(crate) fn exchange(&mut self) -> bool {
+        let has_room = self.barriers + 2 <= BARRIERS_MAX;
+        self.barriers += if has_room { 2 } else { 0 };
+        has_room
+    }
+
     /// Assigns several registers at once: none is read after it was written.
     pub(crate) fn move_all(&mut self, to: &[Reg], from: &[Reg]) {
         let written: HashMap<Reg, usize> = to.iter().enumerate().map(|(n, to)| (*to, n)).collect();

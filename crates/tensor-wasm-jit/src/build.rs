@@ -34,14 +34,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::assemble::{Assembler, BARRIERS_MAX, BlockKind, Jump, OPS_MAX, SHARED_BYTES_MAX};
 use crate::image::KernelImage;
-use crate::ir::{Access, Address, Body, Label, Math, Op, Reg, Site, TrapKind, Ty};
+use crate::ir::{Access, Address, Body, Label, Math, Op, Reg, SUBGROUP, Site, TrapKind, Ty};
 pub use crate::ir::{Axis, Bin as BinaryOp, Id as IdKind, Rmw as AtomicOp, Un as UnaryOp};
 use crate::legalize::{self, WindowSizes};
 pub use crate::math::MathFunction;
 use crate::math::TypedFunction;
 use crate::profile::PARAMS_MAX;
 use crate::refusal::{Refusal, SourceLocation};
-use crate::{HostImage, host, pressure, ptx};
+use crate::{HostImage, exchange, host, pressure, ptx};
 
 /// Blocks inside one another: each is looked through for every value that is used.
 pub const DEPTH_MAX: usize = 256;
@@ -197,7 +197,8 @@ impl BuiltKernel {
 
     /// Compiles it for a CPU.
     pub fn compile_host(&self) -> Result<HostImage, Refusal> {
-        host::emit(&legalize::legalize(self.body.clone(), &self.windows, WindowSizes::FitAccesses))
+        let body = exchange::by_memory(self.body.clone())?;
+        host::emit(&legalize::legalize(body, &self.windows, WindowSizes::FitAccesses))
     }
 }
 
@@ -373,6 +374,24 @@ impl KernelBuilder {
             Some(reg) => Ok(self.value(reg)),
             None => Err(BuildError::Limit { what: "bytes of shared memory", max: SHARED_BYTES_MAX as usize }),
         }
+    }
+
+    /// What another item of the subgroup has: the one whose number in the group, counted along x first, differs in
+    /// these bits, which are below [`SUBGROUP`](crate::SUBGROUP). Every item of the group comes here, and the group is
+    /// made of whole subgroups.
+    pub fn shuffle(&mut self, value: Value, mask: u32) -> Result<Value, BuildError> {
+        self.begin("a shuffle")?;
+        if mask >= SUBGROUP {
+            return Err(BuildError::Structure { what: "items of a subgroup differ in five bits" });
+        }
+        let ty = self.ty(value)?;
+        let (value, site) = (self.operand("a shuffle", value, ty)?, self.site());
+        if !self.asm.exchange() {
+            return Err(BuildError::Limit { what: "barriers", max: BARRIERS_MAX });
+        }
+        let to = self.asm.register(ty);
+        self.asm.push(Op::Shuffle { to, value, mask, site });
+        Ok(self.value(to))
     }
 
     /// Every item of the group comes here, or to its end, before any goes on.

@@ -227,6 +227,7 @@ impl Facts {
             | Op::Un { .. }
             | Op::Math { .. }
             | Op::Id { .. }
+            | Op::Shuffle { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
             | Op::Atomic { .. } => NUMBER,
@@ -259,6 +260,7 @@ impl Facts {
             | Op::Un { .. }
             | Op::Math { .. }
             | Op::Id { .. }
+            | Op::Shuffle { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
             | Op::Atomic { .. } => 0,
@@ -275,7 +277,8 @@ impl Facts {
                 Ty::F64 if f64::from_bits(*bits).is_nan() => raw,
                 Ty::I32 | Ty::I64 | Ty::F32 | Ty::F64 => Nan::default(),
             },
-            Op::Move { from, .. } => of(from),
+            // Another item's, as it is there.
+            Op::Move { from, .. } | Op::Shuffle { value: from, .. } => of(from),
             Op::Select { a, b, .. } => Nan { raw: of(a).raw | of(b).raw, computed: of(a).computed | of(b).computed },
             Op::Un { op, a, .. } => match op.class() {
                 UnaryClass::Abs => of(a),
@@ -380,7 +383,7 @@ impl Facts {
     /// Whether an operation hands on bits that must be kept.
     pub(crate) fn keeps_bits(&self, op: &Op) -> bool {
         match op {
-            Op::Move { from, .. } => !self.is_computed(*from),
+            Op::Move { from, .. } | Op::Shuffle { value: from, .. } => !self.is_computed(*from),
             // Whichever was computed was seen to before.
             Op::Select { .. } => true,
             Op::Un { op, a, .. } => match op.class() {

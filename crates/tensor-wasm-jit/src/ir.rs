@@ -30,6 +30,9 @@ impl Ty {
     }
 }
 
+/// Work items of a subgroup, which exchange registers: those of a group whose numbers differ in the lowest bits only.
+pub const SUBGROUP: u32 = 32;
+
 /// Where the group's shared memory begins, in the kernel's address space. Windows end below it.
 pub const SHARED_ADDRESS: u32 = 0xf000_0000;
 
@@ -601,6 +604,14 @@ pub(crate) enum Op {
         expected: Reg,
         site: Site,
     },
+    /// What another item of the subgroup has in a register: the one whose number differs in these bits. Every item of
+    /// the group comes here.
+    Shuffle {
+        to: Reg,
+        value: Reg,
+        mask: u32,
+        site: Site,
+    },
     /// Traps unless so many bytes lie in one region; none always do.
     CheckRange {
         start: Reg,
@@ -714,6 +725,7 @@ impl Op {
             | Op::Load { to, .. }
             | Op::AtomicLoad { to, .. }
             | Op::Atomic { to, .. }
+            | Op::Shuffle { to, .. }
             | Op::Canonical { to, .. } => Some(*to),
             Op::Barrier { .. }
             | Op::Store { .. }
@@ -750,6 +762,7 @@ impl Op {
             | Op::Math { .. }
             | Op::Select { .. }
             | Op::Id { .. }
+            | Op::Shuffle { .. }
             | Op::Shared { .. }
             | Op::Barrier { .. }
             | Op::CheckRange { .. }
@@ -792,6 +805,7 @@ impl Op {
             | Op::Math { .. }
             | Op::Select { .. }
             | Op::Id { .. }
+            | Op::Shuffle { .. }
             | Op::Shared { .. }
             | Op::Load { .. }
             | Op::Store { .. }
@@ -816,6 +830,7 @@ impl Op {
             | Op::AtomicLoad { site, .. }
             | Op::AtomicStore { site, .. }
             | Op::Atomic { site, .. }
+            | Op::Shuffle { site, .. }
             | Op::CheckRange { site, .. }
             | Op::Trap { site, .. }
             | Op::TrapIf { site, .. } => Some(*site),
@@ -843,6 +858,7 @@ impl Op {
     pub(crate) fn reads(&self) -> [Option<Reg>; 3] {
         match self {
             Op::Move { from: a, .. }
+            | Op::Shuffle { value: a, .. }
             | Op::Canonical { from: a, .. }
             | Op::Un { a, .. }
             | Op::If { condition: a, .. }

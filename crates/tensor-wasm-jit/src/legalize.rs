@@ -199,6 +199,7 @@ impl Legalizer<'_> {
             | Op::Select { .. }
             | Op::Id { .. }
             | Op::Shared { .. }
+            | Op::Shuffle { .. }
             | Op::Barrier { .. }
             | Op::CheckRange { .. }
             | Op::Fence

@@ -20,6 +20,8 @@ mod assemble;
 #[warn(clippy::wildcard_enum_match_arm)]
 pub mod build;
 #[warn(clippy::wildcard_enum_match_arm)]
+mod exchange;
+#[warn(clippy::wildcard_enum_match_arm)]
 mod facts;
 #[warn(clippy::wildcard_enum_match_arm)]
 mod groups;
@@ -51,7 +53,7 @@ pub use crate::image::{
     BUDGET_TICKS_MAX, CONTROL, ControlLayout, KernelImage, LAUNCHES_MAX, Memory, Param, RECORD, RecordLayout, Trap,
     budget_ticks,
 };
-pub use crate::ir::{SHARED_ADDRESS, TrapKind, Ty};
+pub use crate::ir::{SHARED_ADDRESS, SUBGROUP, TrapKind, Ty};
 use crate::legalize::WindowSizes;
 pub use crate::profile::{MODULE_BYTES_MAX, Program};
 pub use crate::refusal::{Refusal, SourceLocation};

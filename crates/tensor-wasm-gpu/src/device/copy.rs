@@ -118,6 +118,18 @@ impl Stream {
         })
     }
 
+    /// Copies a few bytes, at most [`Stream::SMALL_BYTES_MAX`], without waiting: they travel with the job.
+    pub fn write_small(&self, buffer: Handle, offset: u64, bytes: &[u8]) -> Result<Completion, DeviceError> {
+        if bytes.len() > PAYLOAD_BYTES_MAX {
+            let why = format!("{} bytes at once; {PAYLOAD_BYTES_MAX} are possible", bytes.len());
+            return Err(DeviceError::BadLaunch { why });
+        }
+        self.write_inline(buffer, offset, bytes)
+    }
+
+    /// The most that [`Stream::write_small`] takes.
+    pub const SMALL_BYTES_MAX: usize = PAYLOAD_BYTES_MAX;
+
     fn write_inline(&self, buffer: Handle, offset: u64, bytes: &[u8]) -> Result<Completion, DeviceError> {
         self.count_to(bytes.len() as u64);
         self.send(&[part(buffer, offset, bytes.len() as u64, Access::Overwrite)], |spans| {

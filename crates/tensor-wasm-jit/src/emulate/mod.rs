@@ -22,6 +22,9 @@ const NANOS_PER_INSTRUCTION: u64 = 100;
 /// An item that runs for longer than this is taken to run for ever: polls should have stopped it.
 const STEPS_MAX: u64 = 2_000_000_000;
 
+/// Items that exchange registers.
+const WARP: usize = 32;
+
 /// Where the emulator puts what belongs to no buffer.
 const DATA_AT: u64 = 0x7000_0000_0000;
 const SHARED_AT: u64 = 0x7100_0000_0000;
@@ -71,7 +74,17 @@ struct Item {
     local: Vec<u8>,
     at: usize,
     id: [u32; 3],
-    is_over: bool,
+    stands: Stands,
+}
+
+/// Whether an item goes on, and if not why.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stands {
+    Goes,
+    AtBarrier,
+    /// Before an instruction that exchanges registers with the items beside it.
+    AtShuffle,
+    IsOver,
 }
 
 struct Run<'a> {
@@ -89,6 +102,7 @@ struct Run<'a> {
 enum Next {
     Go(usize),
     Barrier(usize),
+    Shuffle,
     Exit,
 }
 
@@ -140,21 +154,51 @@ impl Run<'_> {
                         local: vec![0xa5; self.unit.local_bytes],
                         at: 0,
                         id: [x, y, z],
-                        is_over: false,
+                        stands: Stands::Goes,
                     });
                 }
             }
         }
-        // Every item runs to its next barrier; then all of them go on.
-        while items.iter().any(|item| !item.is_over) {
-            for item in items.iter_mut().filter(|item| !item.is_over) {
-                self.until_barrier(item)?;
+        // Every item runs until it has to wait. Those that exchange registers do; if there are none, all have come to a
+        // barrier, and go on.
+        while items.iter().any(|item| item.stands != Stands::IsOver) {
+            for item in items.iter_mut().filter(|item| item.stands == Stands::Goes) {
+                self.until_it_waits(item)?;
+            }
+            if items.iter().any(|item| item.stands == Stands::AtShuffle) {
+                items.chunks_mut(WARP).try_for_each(|warp| self.exchange(warp))?;
+                continue;
+            }
+            for item in items.iter_mut().filter(|item| item.stands == Stands::AtBarrier) {
+                item.stands = Stands::Goes;
             }
         }
         Ok(())
     }
 
-    fn until_barrier(&mut self, item: &mut Item) -> Result<(), String> {
+    /// Items that stand before the same `shfl`, all of a warp.
+    fn exchange(&self, warp: &mut [Item]) -> Result<(), String> {
+        if warp.iter().all(|item| item.stands != Stands::AtShuffle) {
+            return Ok(());
+        }
+        let at = warp[0].at;
+        let is_together = |item: &Item| item.stands == Stands::AtShuffle && item.at == at;
+        let instruction = self.unit.instructions.get(at).filter(|_| warp.len() == WARP && warp.iter().all(is_together));
+        let instruction = instruction.ok_or("not all items of a warp come to one shfl")?;
+        let [Operand::Register(to), Operand::Register(from), Operand::Immediate(mask), ..] = instruction.operands[..]
+        else {
+            return Err(format!("line {}: what is exchanged?", instruction.line));
+        };
+        let values: Vec<u64> = warp.iter().map(|item| u64::from(item.registers[from] as u32)).collect();
+        for (lane, item) in warp.iter_mut().enumerate() {
+            let other = lane ^ mask as usize;
+            item.registers[to] = *values.get(other).ok_or("there is no such item in a warp")?;
+            (item.at, item.stands) = (at + 1, Stands::Goes);
+        }
+        Ok(())
+    }
+
+    fn until_it_waits(&mut self, item: &mut Item) -> Result<(), String> {
         for _ in 0..STEPS_MAX {
             let unit = self.unit;
             let Some(instruction) = unit.instructions.get(item.at) else {
@@ -165,11 +209,15 @@ impl Run<'_> {
             match next.map_err(|why| format!("line {}: {}: {why}", instruction.line, instruction.opcode.join(".")))? {
                 Next::Go(at) => item.at = at,
                 Next::Barrier(at) => {
-                    item.at = at;
+                    (item.at, item.stands) = (at, Stands::AtBarrier);
+                    return Ok(());
+                }
+                Next::Shuffle => {
+                    item.stands = Stands::AtShuffle;
                     return Ok(());
                 }
                 Next::Exit => {
-                    item.is_over = true;
+                    item.stands = Stands::IsOver;
                     return Ok(());
                 }
             }
@@ -299,6 +347,18 @@ impl Run<'_> {
             }
             ["ret" | "exit"] => return Ok(Next::Exit),
             ["barrier", "sync"] => return Ok(Next::Barrier(item.at + 1)),
+            ["shfl", "sync", "bfly", "b32"] => return Ok(Next::Shuffle),
+            // Two halves of a register, apart and together.
+            ["mov", "b64"] if operands.len() == 3 => {
+                if let (Some(Operand::Register(low)), Some(Operand::Register(high)), true) =
+                    (operands.first(), operands.get(1), instruction.is_split)
+                {
+                    let whole = value(self, item, 2)?;
+                    (item.registers[*low], item.registers[*high]) = (u64::from(whole as u32), whole >> 32);
+                    return Ok(next);
+                }
+                u64::from(value(self, item, 1)? as u32) | value(self, item, 2)? << 32
+            }
             ["fence", ..] => return Ok(next),
             // Items run one after another here: each is alone in its warp.
             ["activemask", "b32"] => 1 << self.lane(item),

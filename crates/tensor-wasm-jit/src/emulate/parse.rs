@@ -21,6 +21,8 @@ pub(super) struct PtxInstruction {
     pub guard: Option<(usize, bool)>,
     pub opcode: Vec<String>,
     pub operands: Vec<Operand>,
+    /// Whether its results come first, in braces.
+    pub is_split: bool,
     pub line: usize,
 }
 
@@ -117,11 +119,12 @@ impl PtxUnit {
         let (opcode, rest) = line.split_once(' ').unwrap_or((line, ""));
         let opcode = opcode.split('.').map(str::to_owned).collect();
         let mut operands = Vec::new();
+        let is_split = rest.trim_start().starts_with('{');
         let rest = rest.replace(['{', '}'], "");
         for operand in rest.split(',').map(str::trim).filter(|text| !text.is_empty()) {
             operands.push(self.operand(operand).ok_or_else(|| format!("line {n}: what is {operand}?"))?);
         }
-        Ok(PtxInstruction { guard, opcode, operands, line: n + 1 })
+        Ok(PtxInstruction { guard, opcode, operands, is_split, line: n + 1 })
     }
 
     fn operand(&mut self, text: &str) -> Option<Operand> {

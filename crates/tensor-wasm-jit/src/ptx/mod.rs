@@ -392,6 +392,7 @@ impl PtxEmitter<'_> {
                 let target = self.atomic_target(*at, access.bytes, *site);
                 self.read_modify_write(*op, *to, *access, &target, *value, *expected);
             }
+            Op::Shuffle { to, value, mask, .. } => self.shuffle(*to, *value, *mask),
             Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
             Op::Fence => put!(self, "fence.sc.gpu;"),
             Op::Trap { kind, site } => {
@@ -449,6 +450,20 @@ impl PtxEmitter<'_> {
                 put!(self, "ret;");
             }
         }
+    }
+
+    /// Registers of 64 bits are exchanged by halves.
+    fn shuffle(&mut self, to: Reg, value: Reg, mask: u32) {
+        let (ty, to, value) = (self.body.ty(to), self.reg(to), self.reg(value));
+        if ty.bytes() == 4 {
+            put!(self, "shfl.sync.bfly.b32 {to}, {value}, {mask}, 31, -1;");
+            return;
+        }
+        let (low, high) = (self.b32(), self.b32());
+        put!(self, "mov.b64 {{{low}, {high}}}, {value};");
+        put!(self, "shfl.sync.bfly.b32 {low}, {low}, {mask}, 31, -1;");
+        put!(self, "shfl.sync.bfly.b32 {high}, {high}, {mask}, 31, -1;");
+        put!(self, "mov.b64 {to}, {{{low}, {high}}};");
     }
 
     fn test(&mut self, condition: Reg) -> String {

@@ -89,6 +89,47 @@ fn a_trusted_kernel_has_no_fence_and_is_refused_where_it_would_need_one() {
 }
 
 #[test]
+fn items_of_a_subgroup_exchange_what_they_have() {
+    // Every item gets the sum of its subgroup, of each type, and the number of its neighbour.
+    let mut b = KernelBuilder::new("sums");
+    let to = b.window().unwrap();
+    let i = b.id(IdKind::Global, Axis::X).unwrap();
+    let wide = b.unary(UnaryOp::I64ExtendI32U, i).unwrap();
+    let big = b.i64(1 << 40).unwrap();
+    let wide = b.binary(BinaryOp::I64Mul, wide, big).unwrap();
+    let single = b.unary(UnaryOp::F32ConvertI32U, i).unwrap();
+    let double = b.unary(UnaryOp::F64ConvertI32U, i).unwrap();
+    let adds = [BinaryOp::I32Add, BinaryOp::I64Add, BinaryOp::F32Add, BinaryOp::F64Add];
+    let mut sums = [i, wide, single, double];
+    for (sum, add) in sums.iter_mut().zip(adds) {
+        for mask in [16, 8, 4, 2, 1] {
+            let other = b.shuffle(*sum, mask).unwrap();
+            *sum = b.binary(add, *sum, other).unwrap();
+        }
+    }
+    let neighbour = b.shuffle(i, 1).unwrap();
+    let at = b.element(to, i, 32).unwrap();
+    b.store(sums[0], at, 0).unwrap();
+    b.store(sums[2], at, 4).unwrap();
+    b.store(sums[1], at, 8).unwrap();
+    b.store(sums[3], at, 16).unwrap();
+    b.store(neighbour, at, 24).unwrap();
+    assert!(matches!(b.shuffle(i, 32), Err(BuildError::Structure { .. })));
+    let kernel = b.finish().unwrap();
+    let done = launch(&kernel, [2, 1, 1], [64, 1, 1], &[Arg::Buffer(vec![0; 128 * 32])]);
+    assert_eq!(done.trap, None);
+    for (n, item) in (0_u32..).zip(done.buffers[0].chunks(32)) {
+        let first = n / 32 * 32;
+        let sum: u32 = (first..first + 32).sum();
+        let four = |at: usize| <[u8; 4]>::try_from(&item[at..at + 4]).unwrap();
+        let eight = |at: usize| <[u8; 8]>::try_from(&item[at..at + 8]).unwrap();
+        assert_eq!((u32::from_le_bytes(four(0)), f32::from_le_bytes(four(4))), (sum, sum as f32), "{n}");
+        assert_eq!(u64::from_le_bytes(eight(8)), u64::from(sum) << 40, "{n}");
+        assert_eq!((f64::from_le_bytes(eight(16)), u32::from_le_bytes(four(24))), (f64::from(sum), n ^ 1), "{n}");
+    }
+}
+
+#[test]
 fn what_is_stored_twice_stays_in_its_order() {
     let mut b = KernelBuilder::new("twice");
     let to = b.window().unwrap();

@@ -3,7 +3,7 @@
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
-use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, block_on};
+use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, Stream, block_on};
 
 use super::map::FLAGS_BYTES;
 use super::plan::{CudaPlan, LaunchArgument, output_of};
@@ -118,9 +118,12 @@ impl PlanState {
         }
         let words = words_of(plan, parameters);
         if self.written != words {
-            device
-                .when_possible(|stream| stream.write_blocking(self.words.buffer.handle(), FLAGS_BYTES as u64, &words))
-                .map_err(at_end)?;
+            // On the stream, before what reads them; after what read those of the run before.
+            for (n, part) in words.chunks(Stream::SMALL_BYTES_MAX).enumerate() {
+                let offset = (FLAGS_BYTES + n * Stream::SMALL_BYTES_MAX) as u64;
+                let handle = self.words.buffer.handle();
+                device.when_possible(|stream| stream.write_small(handle, offset, part)).map_err(at_end)?;
+            }
             self.written = words;
         }
         if let Some(pending) = self.send(&inputs, &outputs, before).map_err(at_end)? {

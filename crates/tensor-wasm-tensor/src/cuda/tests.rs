@@ -167,6 +167,18 @@ fn long_and_wide_reductions_are_computed_as_on_a_cpu() {
 }
 
 #[test]
+fn operands_that_lie_another_way_are_computed_as_on_a_cpu() {
+    for (sizes, dtype) in [([1, 40, 70], DType::F32), ([2, 64, 33], DType::F64), ([3, 33, 35], DType::U8)] {
+        let x = (Tensor::normal(&sizes, 5, DType::F32) * 40.0).abs().cast(dtype);
+        let y = (Tensor::normal(&[sizes[0], sizes[2], sizes[1]], 6, DType::F32) * 40.0).abs().cast(dtype);
+        Tensor::realize_all(&[&x, &y]).unwrap();
+        same(&format!("{sizes:?} turned"), 1e-6, || x.t() + &y * 2);
+        same(&format!("{sizes:?} both"), 1e-6, || x.t() * x.t() + x.slice(1, Some(0), None, 1).t());
+        same(&format!("{sizes:?} outwards"), 0.0, || x.permute(&[1, 2, 0]) + 0);
+    }
+}
+
+#[test]
 fn what_cannot_be_computed_is_said() {
     let (x, zero) = (Tensor::from_slice(&[5_i64, 6], &[2]), Tensor::from_slice(&[1_i64, 0], &[2]));
     same("division", 0.0, || &x / &zero);

@@ -17,6 +17,7 @@ use std::sync::Arc;
 pub use self::neural::{Convolution, Window};
 pub use self::operators::Operand;
 pub use self::views::Axes;
+use crate::cpu::{memory_limit, used_bytes};
 use crate::device::{Device, with_device};
 use crate::dtype::{DType, Element};
 use crate::error::{ErrorKind, Result, TensorError};
@@ -179,8 +180,10 @@ impl Tensor {
         fill: impl FnOnce(&mut Vec<T>),
     ) -> Result<Vec<T>> {
         let mut all = Vec::new();
-        if all.try_reserve_exact(count).is_err() {
-            let bytes = count.saturating_mul(size_of::<T>());
+        let bytes = count.saturating_mul(size_of::<T>());
+        // A system may promise more than it has.
+        let is_beyond = used_bytes().saturating_add(bytes) > memory_limit();
+        if is_beyond || all.try_reserve_exact(count).is_err() {
             return Err(TensorError::new(operation, ErrorKind::OutOfMemory { bytes }, at));
         }
         fill(&mut all);

@@ -1,12 +1,13 @@
 //! What a work item computes: values of points and of rows, and sums of them over its part of a row and over its team.
 
-use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{BinaryOp as B, BuildError, UnaryOp, Value, Variable};
+use tensor_wasm_jit::{SUBGROUP, Ty};
 
 use super::super::index::{Indices, small, times};
 use super::super::numbers::{Built, Class, Numbers, Registers};
 use super::memory::Places;
 use super::{Argument, DIVIDED_BY_ZERO, Emit, Frame, missing};
+use crate::graph::op::ReduceOp;
 use crate::schedule::plan::{Level, ValueKind};
 use crate::shape::Layout;
 
@@ -196,13 +197,18 @@ impl Emit<'_> {
         times(&mut self.b, own, self.frame.lanes_in_row().cast_signed())
     }
 
-    fn point(&self, row: Value, within: Option<Value>) -> Point {
+    pub(super) fn point(&self, row: Value, within: Option<Value>) -> Point {
         let full = vec![None; self.kernel.values.len()];
         Point { row, within, indices: Indices::default(), full, is_inside: None }
     }
 
     /// Computes what is reduced and what is stored at a point; stores the one, returns the other.
-    fn visit(&mut self, point: &mut Point, reductions: &[usize], stores: &[(usize, usize)]) -> Built<Vec<Vec<Value>>> {
+    pub(super) fn visit(
+        &mut self,
+        point: &mut Point,
+        reductions: &[usize],
+        stores: &[(usize, usize)],
+    ) -> Built<Vec<Vec<Value>>> {
         let kernel = self.kernel;
         let operand = |n: &usize| kernel.values[*n].kind.operands().next().unwrap_or(*n);
         let wanted: Vec<usize> = reductions.iter().map(operand).chain(stores.iter().map(|(value, _)| *value)).collect();
@@ -280,35 +286,45 @@ impl Emit<'_> {
         }
         let ValueKind::Reduce(op, _) = self.kernel.values[n].kind else { return Err(missing()) };
         let class = Class::of(self.kernel.values[n].dtype);
+        let mut all = Vec::new();
+        for mut value in sum {
+            // In registers as far as a subgroup goes: a butterfly, which leaves the sum with everybody.
+            let mut half = team.min(SUBGROUP) / 2;
+            while half > 0 {
+                let other = self.b.shuffle(value, half)?;
+                value = self.numbers().reduce(op, class, value, other)?;
+                half /= 2;
+            }
+            all.push(if team > SUBGROUP { self.of_subgroups(op, class, value, team / SUBGROUP)? } else { value });
+        }
+        Ok(all)
+    }
+
+    /// What the subgroups of a team have together: each writes its own down, and everybody adds all of them up.
+    fn of_subgroups(&mut self, op: ReduceOp, class: Class, value: Value, count: u32) -> Built<Value> {
         let (item, in_team) = (self.item.ok_or(missing())?, self.in_team.ok_or(missing())?);
         let scratch = match self.scratch {
             Some(scratch) => scratch,
-            None => *self.scratch.insert(self.b.shared(8 * small(self.frame.group))?),
+            None => *self.scratch.insert(self.b.shared(8 * small(self.frame.group) / SUBGROUP)?),
         };
-        let own = self.b.element(scratch, item, 8)?;
+        let (number, in_subgroup) = Indices::default().divide(&mut self.b, item, SUBGROUP)?;
+        let own = self.b.element(scratch, number, 8)?;
+        let is_first = self.b.unary(UnaryOp::I32Eqz, in_subgroup)?;
+        self.b.begin_if(is_first, &[])?;
+        self.b.store(value, own, 0)?;
+        self.b.end()?;
+        self.b.barrier()?;
         let first = self.b.binary(B::I32Sub, item, in_team)?;
+        let (first, _) = Indices::default().divide(&mut self.b, first, SUBGROUP)?;
         let first = self.b.element(scratch, first, 8)?;
-        let mut all = Vec::new();
-        for value in sum {
-            self.b.store(value, own, 0)?;
-            self.b.barrier()?;
-            let mut half = team / 2;
-            while half > 0 {
-                let end = self.b.i32(half.cast_signed())?;
-                let is_lower = self.b.binary(B::I32LtU, in_team, end)?;
-                self.b.begin_if(is_lower, &[])?;
-                let (a, b) = (self.b.load(class.ty(), own, 0)?, self.b.load(class.ty(), own, 8 * half)?);
-                let both = self.numbers().reduce(op, class, a, b)?;
-                self.b.store(both, own, 0)?;
-                self.b.end()?;
-                self.b.barrier()?;
-                half /= 2;
-            }
-            all.push(self.b.load(class.ty(), first, 0)?);
-            // Nobody writes there again before everybody has read.
-            self.b.barrier()?;
+        let mut total = self.b.load(class.ty(), first, 0)?;
+        for n in 1..count {
+            let next = self.b.load(class.ty(), first, 8 * n)?;
+            total = self.numbers().reduce(op, class, total, next)?;
         }
-        Ok(all)
+        // Nobody writes there again before everybody has read.
+        self.b.barrier()?;
+        Ok(total)
     }
 
     /// Computes values of a point, with everything they need.

@@ -5,6 +5,7 @@
 
 mod evaluate;
 mod memory;
+mod turned;
 
 pub(super) use self::memory::{load_one, store_one};
 
@@ -201,6 +202,9 @@ pub(super) fn lower(kernel: &MapKernel) -> Built<LoweredStep> {
     let frame = Frame::of(kernel);
     if frame.rows == 0 {
         return Ok(LoweredStep::default());
+    }
+    if let Some(turned) = turned::Turned::of(kernel) {
+        return Ok(LoweredStep { kernels: vec![turned::lower(kernel, &turned)?], scratch_bytes: Vec::new() });
     }
     let reductions: Vec<usize> =
         (0..kernel.values.len()).filter(|n| matches!(kernel.values[*n].kind, ValueKind::Reduce(..))).collect();
@@ -406,6 +410,10 @@ impl<'k> Emit<'k> {
             let is_first = self.b.binary(B::I32Eq, in_team, first)?;
             self.is_writer = Some(self.b.binary(B::I32And, is_row, is_first)?);
         }
+        self.load_fills()
+    }
+
+    fn load_fills(&mut self) -> Built<()> {
         for n in 0..self.kernel.values.len() {
             if let ValueKind::Fill(parameter) = self.kernel.values[n].kind {
                 let class = Class::of(self.kernel.values[n].dtype);
@@ -426,6 +434,10 @@ impl<'k> Emit<'k> {
             self.b.end()?;
         }
         let groups = small(self.frame.row_groups() * self.frame.parts);
+        self.finish(groups)
+    }
+
+    fn finish(self, groups: u32) -> Built<LoweredKernel> {
         let items = small(self.frame.group);
         Ok(LoweredKernel { built: self.b.finish()?, groups, items, arguments: self.windows.arguments })
     }
