@@ -91,5 +91,5 @@ pub(crate) fn gpu_for(leaves: &[Value]) -> Option<CudaDevice> {
     if let Device::Cuda(device) = device() {
         return Some(device);
     }
-    leaves.iter().find_map(|leaf| leaf.storage.cuda_device()).cloned()
+    leaves.iter().find_map(|leaf| leaf.storage.cuda_device())
 }

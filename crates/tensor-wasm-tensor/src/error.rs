@@ -103,6 +103,8 @@ pub enum ErrorKind {
     NoDevice { name: String, why: String },
     #[error("the device: {why}")]
     Device { why: String },
+    #[error("{bytes} bytes of the device's memory are needed; tensors have {used} of {limit}, or others have the rest")]
+    DeviceMemory { bytes: usize, used: u64, limit: u64 },
     #[error("{file}: {why}")]
     File { file: String, why: String },
     #[error("this is a bug in this library: {why}")]

@@ -1,6 +1,6 @@
 //! Runs plans on a GPU.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, Stream, block_on};
@@ -22,7 +22,7 @@ const BATCH_MAX: usize = 512;
 
 /// A plan as a device has it, once it has run there.
 #[derive(Default)]
-pub(crate) struct CudaKernels(OnceLock<Mutex<PlanState>>);
+pub(crate) struct CudaKernels(Mutex<Option<PlanState>>);
 
 /// What a plan keeps on the device between two runs.
 struct PlanState {
@@ -36,7 +36,8 @@ struct PlanState {
     runs: usize,
 }
 
-/// Runs a plan, and returns what its outputs are, or the node that could not be computed.
+/// Runs a plan, and returns what its outputs are, or the node that could not be computed. Where there is no memory,
+/// other plans give back what they keep, and it is tried again.
 pub(crate) fn execute(
     device: &CudaDevice,
     plan: &Plan,
@@ -44,20 +45,55 @@ pub(crate) fn execute(
     leaves: &[Value],
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
+    match try_execute(device, plan, kernels, leaves, parameters) {
+        Err((_, ErrorKind::DeviceMemory { .. })) => {
+            crate::schedule::give_back();
+            try_execute(device, plan, kernels, leaves, parameters).map_err(|(node, what)| match what {
+                // All that it needs, not only the part that did not fit.
+                ErrorKind::DeviceMemory { used, limit, .. } => {
+                    (node, ErrorKind::DeviceMemory { bytes: kernels.bytes(plan), used, limit })
+                }
+                other => (node, other),
+            })
+        }
+        done => done,
+    }
+}
+
+fn try_execute(
+    device: &CudaDevice,
+    plan: &Plan,
+    kernels: &CudaKernels,
+    leaves: &[Value],
+    parameters: &[Parameter],
+) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let last = plan.steps.last().map_or(0, Step::node);
-    let at_end = |what: ErrorKind| (last, what);
-    if kernels.0.get().is_none() {
-        let made = PlanState::new(device, plan, parameters)?;
-        let _ = kernels.0.set(Mutex::new(made));
+    let mut state = kernels.0.lock();
+    let is_ready = |state: &PlanState| state.device == *device && state.words.is_there();
+    if !state.as_ref().is_some_and(is_ready) {
+        *state = None;
+        *state = Some(PlanState::new(device, plan, parameters)?);
     }
-    let Some(state) = kernels.0.get() else {
-        return Err(at_end(ErrorKind::Bug { why: "a plan was not made".to_owned() }));
-    };
-    let mut state = state.lock();
-    if state.device != *device {
-        *state = PlanState::new(device, plan, parameters)?;
+    match state.as_mut() {
+        Some(state) => state.run(plan, leaves, parameters, last),
+        None => Err((last, ErrorKind::Bug { why: "a plan was not made".to_owned() })),
     }
-    state.run(plan, leaves, parameters, last)
+}
+
+impl CudaKernels {
+    /// Lets go of what is kept for the next run, unless there is one now.
+    pub(crate) fn give_back(&self) {
+        let kept = self.0.try_lock().and_then(|mut state| state.take());
+        drop(kept);
+    }
+
+    /// What a plan needs besides what it is given: its block, as far as that is known, and its outputs.
+    fn bytes(&self, plan: &Plan) -> usize {
+        let block = self.0.lock().as_ref().map_or(0, |state| state.lowered.block_bytes);
+        let slots = plan.slots.iter().filter(|slot| block == 0 || slot.last_step.is_none());
+        let outputs: usize = slots.map(|slot| slot.shape.numel() * slot.dtype.size()).sum();
+        outputs + usize::try_from(block).unwrap_or(usize::MAX)
+    }
 }
 
 /// Numbers that come with a run, as a kernel reads them: eight bytes each.
@@ -102,7 +138,7 @@ impl PlanState {
     ) -> Result<Vec<Value>, (usize, ErrorKind)> {
         let at_end = |what: ErrorKind| (last, what);
         let device = self.device.clone();
-        let mut inputs: Vec<&CudaBuffer> = Vec::with_capacity(leaves.len());
+        let mut inputs: Vec<Arc<CudaBuffer>> = Vec::with_capacity(leaves.len());
         let mut before: Vec<Arc<Pending>> = Vec::new();
         for leaf in leaves {
             let buffer = leaf.storage.cuda(&device).map_err(at_end)?;
@@ -148,7 +184,7 @@ impl PlanState {
     /// Sends the launches, as a graph if they were sent before.
     fn send(
         &mut self,
-        inputs: &[&CudaBuffer],
+        inputs: &[Arc<CudaBuffer>],
         outputs: &[CudaBuffer],
         before: Vec<Arc<Pending>>,
     ) -> Result<Option<Arc<Pending>>, ErrorKind> {

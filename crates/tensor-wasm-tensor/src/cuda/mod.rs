@@ -37,6 +37,7 @@ struct Opened {
     name: String,
     tenant: Tenant,
     stream: Stream,
+    memory_bytes_max: u64,
 }
 
 impl PartialEq for CudaDevice {
@@ -61,17 +62,24 @@ impl CudaDevice {
         CudaDevice::of(device, &name)
     }
 
-    /// A device that is open already, as a tenant of its own.
+    /// A device that is open already, as a tenant of its own that may have all of its memory.
     pub(crate) fn of(device: Device, name: &str) -> Result<CudaDevice, ErrorKind> {
-        let limits = TenantLimits {
-            memory_bytes_max: device.info().memory_total_bytes,
-            running_max: JOBS_MAX,
-            waiting_max: JOBS_MAX,
-            ..TenantLimits::default()
-        };
+        let memory_bytes_max = device.info().memory_total_bytes;
+        CudaDevice::within(device, name, memory_bytes_max)
+    }
+
+    /// The same with so much of it.
+    fn within(device: Device, name: &str, memory_bytes_max: u64) -> Result<CudaDevice, ErrorKind> {
+        let limits =
+            TenantLimits { memory_bytes_max, running_max: JOBS_MAX, waiting_max: JOBS_MAX, ..TenantLimits::default() };
         let tenant = device.tenant("tensors", limits).map_err(|error| failed(&error))?;
         let stream = tenant.stream();
-        Ok(CudaDevice(Arc::new(Opened { name: name.to_owned(), tenant, stream })))
+        Ok(CudaDevice(Arc::new(Opened { name: name.to_owned(), tenant, stream, memory_bytes_max })))
+    }
+
+    /// Bytes of its memory that tensors have, and what plans keep for their next run.
+    pub fn used_bytes(&self) -> u64 {
+        self.0.tenant.memory().used_bytes
     }
 
     /// What it is called, as `cuda:0`.
@@ -87,6 +95,11 @@ impl CudaDevice {
             self.when_possible(|stream| stream.read_blocking(word.buffer.handle(), 0, &mut bytes))
         };
         wait().map_err(|what| crate::TensorError::new("synchronize", what, std::panic::Location::caller()))
+    }
+
+    /// Counts the workers that the device has had: what one had is gone with it.
+    fn worker(&self) -> u32 {
+        self.stream().device().restarts()
     }
 
     fn stream(&self) -> &Stream {
@@ -170,13 +183,22 @@ pub(crate) struct CudaBuffer {
     buffer: Buffer,
     bytes: usize,
     pending: Arc<Pending>,
+    /// Which of the device's workers it is of.
+    worker: u32,
 }
 
 impl CudaBuffer {
     /// Memory with anything in it, which whoever asks for it writes.
     fn new(device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
-        let buffer = device.0.tenant.buffer(bytes.max(1) as u64).map_err(|error| memory_failed(&error, bytes))?;
-        Ok(CudaBuffer { device: device.clone(), buffer, bytes, pending: Arc::default() })
+        let buffer = device.0.tenant.buffer(bytes.max(1) as u64);
+        let buffer = buffer.map_err(|error| memory_failed(device, &error, bytes))?;
+        let worker = device.worker();
+        Ok(CudaBuffer { device: device.clone(), buffer, bytes, pending: Arc::default(), worker })
+    }
+
+    /// Whether its device has not been lost since it was made.
+    pub(crate) fn is_there(&self) -> bool {
+        self.worker == self.device.worker()
     }
 
     pub(crate) fn device(&self) -> &CudaDevice {
@@ -208,6 +230,11 @@ impl CudaBuffer {
 }
 
 /// An allocation that was refused: what was asked for, and what there is.
-fn memory_failed(error: &DeviceError, bytes: usize) -> ErrorKind {
-    ErrorKind::Device { why: format!("{bytes} bytes of its memory are needed: {error}") }
+fn memory_failed(device: &CudaDevice, error: &DeviceError, bytes: usize) -> ErrorKind {
+    match error {
+        DeviceError::OutOfMemory { .. } | DeviceError::OverQuota { .. } => {
+            ErrorKind::DeviceMemory { bytes, used: device.used_bytes(), limit: device.0.memory_bytes_max }
+        }
+        other => failed(other),
+    }
 }

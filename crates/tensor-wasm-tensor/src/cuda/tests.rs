@@ -53,10 +53,14 @@ impl HostModule for EmulatedModule {
 }
 
 pub(crate) static DEVICE: LazyLock<Place> = LazyLock::new(|| {
-    let host = HostKernels(Some(Arc::new(Emulated)));
-    let options = OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() };
-    Place::Cuda(CudaDevice::of(Device::open(&options).unwrap(), "emulated").unwrap())
+    let opened = Device::open(&emulated()).unwrap();
+    Place::Cuda(CudaDevice::of(opened, "emulated").unwrap())
 });
+
+fn emulated() -> OpenOptions {
+    let host = HostKernels(Some(Arc::new(Emulated)));
+    OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() }
+}
 
 fn is_close(a: f64, b: f64, tolerance: f64) -> bool {
     a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= tolerance * a.abs().max(b.abs()).max(1.0)
@@ -203,6 +207,52 @@ fn what_is_computed_follows_what_it_is_computed_from() {
     let far = Tensor::ones(&[1 << 20, 1 << 20], DType::F32).to(&DEVICE);
     let error = far.to_f64().unwrap_err().to_string();
     assert!(error.contains("2^31 elements"), "{error}");
+}
+
+#[test]
+fn a_device_that_was_lost_is_used_again() {
+    let opened = Device::open(&emulated()).unwrap();
+    let device = Place::Cuda(CudaDevice::of(opened.clone(), "lost").unwrap());
+    let x = Tensor::from_slice(&[1_f32, 2.0, 3.0], &[3]);
+    let compute = || with_device(&device, || (&x * 3.0 + 0.25).sum(()));
+    let run = || with_device(&device, || compute().item::<f32>());
+    assert_eq!(run().unwrap(), 18.75);
+    let only_there = x.to(&device);
+    // One that is not read before the worker goes.
+    let unread = compute();
+    with_device(&device, || unread.realize()).unwrap();
+    opened.lose("a test");
+    let until = std::time::Instant::now() + Duration::from_secs(20);
+    while opened.restarts() == 0 {
+        assert!(std::time::Instant::now() < until, "there is no other worker");
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    // What was nowhere else is gone, and everything else is computed again.
+    for gone in [&only_there, &unread] {
+        let error = (gone + 1.0).to_f64().unwrap_err().to_string();
+        assert!(error.contains("lost"), "{error}");
+    }
+    assert_eq!(run().unwrap(), 18.75);
+    assert_eq!(run().unwrap(), 18.75);
+}
+
+#[test]
+fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
+    let opened = Device::open(&emulated()).unwrap();
+    let cuda = CudaDevice::within(opened, "small", 1 << 20).unwrap();
+    let device = Place::Cuda(cuda.clone());
+    let small =
+        |number: f64| with_device(&device, || (Tensor::ones(&[64, 64], DType::F32) + number).sum(()).item::<f32>());
+    assert_eq!(small(1.0).unwrap(), 8192.0);
+    let before = cuda.used_bytes();
+    let large = with_device(&device, || (Tensor::ones(&[1 << 19], DType::F32) * 2.0).realize());
+    let error = large.unwrap_err().to_string();
+    assert!(
+        error.contains("2097152 bytes of the device's memory are needed") && error.contains("of 1048576"),
+        "{error}"
+    );
+    assert!(cuda.used_bytes() <= before, "{} and {before} before", cuda.used_bytes());
+    assert_eq!(small(2.0).unwrap(), 12288.0);
 }
 
 #[test]

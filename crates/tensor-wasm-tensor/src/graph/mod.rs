@@ -65,7 +65,7 @@ pub(crate) struct Value {
 pub(crate) struct Storage {
     cpu: OnceLock<CpuBuffer>,
     #[cfg(feature = "cuda")]
-    cuda: OnceLock<Arc<CudaBuffer>>,
+    cuda: Mutex<Option<Arc<CudaBuffer>>>,
 }
 
 impl Storage {
@@ -73,7 +73,7 @@ impl Storage {
         Storage {
             cpu: OnceLock::from(buffer),
             #[cfg(feature = "cuda")]
-            cuda: OnceLock::new(),
+            cuda: Mutex::default(),
         }
     }
 
@@ -86,7 +86,7 @@ impl Storage {
     pub(crate) fn cpu(&self) -> Result<&CpuBuffer, ErrorKind> {
         #[cfg(feature = "cuda")]
         if self.cpu.get().is_none()
-            && let Some(buffer) = self.cuda.get()
+            && let Some(buffer) = self.cuda.lock().clone()
         {
             // Another thread may have been quicker.
             let _ = self.cpu.set(buffer.read()?);
@@ -98,25 +98,35 @@ impl Storage {
 #[cfg(feature = "cuda")]
 impl Storage {
     pub(crate) fn of_cuda(buffer: Arc<CudaBuffer>) -> Storage {
-        Storage { cuda: OnceLock::from(buffer), ..Storage::default() }
+        Storage { cuda: Mutex::new(Some(buffer)), ..Storage::default() }
     }
 
-    /// Whether it is on a CUDA device and nowhere else.
-    pub(crate) fn cuda_device(&self) -> Option<&crate::cuda::CudaDevice> {
-        let buffer = self.cuda.get().filter(|_| self.cpu.get().is_none())?;
-        Some(buffer.device())
+    /// The CUDA device that it is on, if it is nowhere else.
+    pub(crate) fn cuda_device(&self) -> Option<crate::cuda::CudaDevice> {
+        if self.cpu.get().is_some() {
+            return None;
+        }
+        self.cuda.lock().as_ref().map(|buffer| buffer.device().clone())
     }
 
-    /// On a CUDA device; copied there from wherever it is.
-    pub(crate) fn cuda(&self, device: &crate::cuda::CudaDevice) -> Result<&Arc<CudaBuffer>, ErrorKind> {
-        if self.cuda.get().is_none() {
-            let _ = self.cuda.set(Arc::new(CudaBuffer::write(device, self.cpu()?)?));
+    /// On a CUDA device; copied there from wherever it is, also if it was there and the device was lost since.
+    pub(crate) fn cuda(&self, device: &crate::cuda::CudaDevice) -> Result<Arc<CudaBuffer>, ErrorKind> {
+        let there = self.cuda.lock().clone();
+        match there {
+            Some(buffer) if buffer.device() != device => {
+                let why = "a tensor is on another device; read it and make it anew".to_owned();
+                return Err(ErrorKind::Device { why });
+            }
+            Some(buffer) if buffer.is_there() => return Ok(buffer),
+            Some(_) if self.cpu.get().is_none() => {
+                let why = "it was lost, and elements with it that were nowhere else".to_owned();
+                return Err(ErrorKind::Device { why });
+            }
+            Some(_) | None => {}
         }
-        let buffer = self.cuda.get().ok_or_else(|| ErrorKind::Bug { why: "a tensor has no elements".to_owned() })?;
-        if buffer.device() == device {
-            return Ok(buffer);
-        }
-        Err(ErrorKind::Device { why: "a tensor is on another device; read it and make it anew".to_owned() })
+        let made = Arc::new(CudaBuffer::write(device, self.cpu()?)?);
+        *self.cuda.lock() = Some(made.clone());
+        Ok(made)
     }
 }
 

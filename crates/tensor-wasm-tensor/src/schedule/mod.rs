@@ -116,6 +116,13 @@ fn single(node: &Node) -> Option<Value> {
     }
 }
 
+/// Has plans that are not running give back what they keep on GPUs.
+#[cfg(feature = "cuda")]
+pub(crate) fn give_back() {
+    let kept: Vec<Arc<CompiledPlan>> = PLANS.lock().iter().map(|(_, plan)| plan.clone()).collect();
+    kept.iter().for_each(|plan| plan.cuda.give_back());
+}
+
 /// Whether there is a plan for it.
 fn is_planned(snapshot: &Snapshot) -> bool {
     PLANS.lock().iter().any(|(known, _)| **known == *snapshot.key)

@@ -120,7 +120,7 @@ impl Tensor {
         let storage = match device {
             Device::Cpu => value.storage.cpu().map(|_| value.storage.clone()),
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => value.storage.cuda(device).map(|buffer| Arc::new(Storage::of_cuda(buffer.clone()))),
+            Device::Cuda(device) => value.storage.cuda(device).map(|buffer| Arc::new(Storage::of_cuda(buffer))),
         };
         match storage {
             Ok(storage) => Tensor { node: Node::of_value(Value { storage, ..value }, self.dtype(), false, at) },
