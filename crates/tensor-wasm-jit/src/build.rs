@@ -377,7 +377,7 @@ impl KernelBuilder {
     }
 
     /// What another item of the subgroup has: the one whose number in the group, counted along x first, differs in
-    /// these bits, which are below [`SUBGROUP`](crate::SUBGROUP). Every item of the group comes here, and the group is
+    /// these bits, which are below [`SUBGROUP`]. Every item of the group comes here, and the group is
     /// made of whole subgroups.
     pub fn shuffle(&mut self, value: Value, mask: u32) -> Result<Value, BuildError> {
         self.begin("a shuffle")?;
