@@ -31,8 +31,14 @@ thread_local! {
 
 static CURRENT: LazyLock<RwLock<Device>> = LazyLock::new(|| {
     let name = std::env::var(VARIABLE).unwrap_or_default();
-    // What is asked for and is not there is said by whoever asks for it by name.
-    RwLock::new(if name.is_empty() { Device::Cpu } else { Device::named(&name).unwrap_or_default() })
+    if name.is_empty() {
+        return RwLock::default();
+    }
+    // Whoever set the variable must hear of it: nobody else would notice what it was computed on.
+    RwLock::new(Device::named(&name).unwrap_or_else(|error| {
+        eprintln!("{VARIABLE}: {}; tensors are computed on the cpu", error.what);
+        Device::Cpu
+    }))
 });
 
 impl Device {
