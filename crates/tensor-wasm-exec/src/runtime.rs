@@ -106,7 +106,20 @@ impl Runtime {
             })
             .build()?;
         let background = threads.handle().clone();
-        let (catalog, mut damages) = Catalog::open(data_dir, secrets)?;
+        let metrics = Arc::new(Metrics::new(config.server.metrics_functions_max));
+        // A thousand guard pages and as many imports on one side, a database's files on the other: half of a start
+        // each, and neither needs the other.
+        let (made, opened) = std::thread::scope(|scope| {
+            let made = scope.spawn(|| {
+                let engines = Arc::new(Engines::new(&config)?);
+                let pool = Pool::new(engines.clone(), &config, background.clone(), metrics.clone())?;
+                wasmtime::Result::<_>::Ok((engines, pool))
+            });
+            let opened = Catalog::open(data_dir, secrets);
+            (made.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), opened)
+        });
+        let (catalog, mut damages) = opened?;
+        let (engines, pool) = made.map_err(|e| OpenError::Engine(format!("{e:#}")))?;
         let mut recovery = Recovery::default();
         catalog.store.each(Table::Jobs, |key, read| recovery.take(key, read))?;
         let Recovered { jobs, changed, damaged } = recovery.finish(config.jobs.concurrency_max);
@@ -122,11 +135,7 @@ impl Runtime {
         if !changes.is_empty() {
             catalog.store.write_blocking(changes)?;
         }
-        let metrics = Arc::new(Metrics::new(config.server.metrics_functions_max));
         metrics.quarantined.inc_by(damages.len() as u64);
-        let engines = Arc::new(Engines::new(&config).map_err(|e| OpenError::Engine(format!("{e:#}")))?);
-        let pool = Pool::new(engines.clone(), &config, background.clone(), metrics.clone())
-            .map_err(|e| OpenError::Engine(format!("{e:#}")))?;
         let compiler = match worker_exe {
             Some(exe) => Compiler::with_worker(exe, &config),
             None => Compiler::in_process(&config),
