@@ -130,10 +130,12 @@ pub enum Unavailable {
     Memory { why: String },
 }
 
+/// What the loader may know cuBLASLt by.
+pub(crate) const CUBLASLT_NAMES: [&str; 3] = ["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"];
+
 /// Libraries that make some things faster where they are installed, and whether they are.
 pub fn optional_libraries() -> Vec<(&'static str, bool)> {
-    let names: [(&str, &[&str]); 2] =
-        [("cuBLASLt", &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"]), ("NVML", &["libnvidia-ml.so.1"])];
+    let names: [(&str, &[&str]); 2] = [("cuBLASLt", &CUBLASLT_NAMES), ("NVML", &["libnvidia-ml.so.1"])];
     // SAFETY: opening a library runs its initialisers; these are NVIDIA's own and need nothing.
     let is_there = |name: &&str| unsafe { libloading::Library::new(*name) }.is_ok();
     names.iter().map(|(name, files)| (*name, files.iter().any(is_there))).collect()

@@ -55,6 +55,8 @@ mod metrics;
 #[cfg(not(loom))]
 mod number;
 #[cfg(not(loom))]
+mod product;
+#[cfg(not(loom))]
 mod wait;
 
 #[cfg(not(loom))]
@@ -77,6 +79,7 @@ mod exports {
     };
     pub use crate::error::DeviceError;
     pub use crate::info::{DeviceInfo, DeviceKind};
+    pub use crate::product::{Product, ProductElement, ProductEpilogue, ProductOperand};
     pub use crate::slab::{REGION_NAME_MAX, REGIONS_BYTES_MAX, REGIONS_MAX, SlabPlan};
     pub use crate::wait::{LAUNCH_SPIN, spin_until};
     pub use crate::worker::host::{HostCode, HostKernels, HostLaunch, HostModule};

@@ -1,5 +1,6 @@
-//! Threads that stay: work is split into items, which they and the caller take one by one. How it is split never
-//! depends on how many threads there are, so neither do results.
+//! Threads that stay: work is split into items, which they and the caller take one by one, each from a part of its own
+//! first and then from the others' (work stealing). How it is split into items never depends on how many threads there
+//! are, so neither do results.
 #![expect(unsafe_code, reason = "threads borrow what the caller lends them until it returns")]
 
 use std::sync::OnceLock;
@@ -28,14 +29,21 @@ struct Pool {
     changed: Condvar,
     /// Threads that are at work.
     busy: AtomicUsize,
-    next: AtomicUsize,
+    /// The next item of each part.
+    next: Vec<Apart>,
     has_panicked: AtomicBool,
 }
+
+/// A number that is not in the same cache line as another.
+#[repr(align(128))]
+struct Apart(AtomicUsize);
 
 #[derive(Clone, Copy)]
 struct Work {
     run: *const (dyn Fn(usize) + Sync),
     items: usize,
+    /// Into how many parts they are divided.
+    parts: usize,
     /// Threads that may still join.
     helpers: usize,
 }
@@ -65,9 +73,9 @@ fn pool() -> &'static Pool {
     POOL.get_or_init(|| {
         let count = threads().max(std::thread::available_parallelism().map_or(1, std::num::NonZero::get));
         for n in 1..count {
-            let run = || {
+            let run = move || {
                 if let Some(pool) = wait_for_pool() {
-                    pool.serve();
+                    pool.serve(n);
                 }
             };
             // With fewer threads everything still happens.
@@ -79,7 +87,7 @@ fn pool() -> &'static Pool {
             work: Mutex::new(None),
             changed: Condvar::new(),
             busy: AtomicUsize::new(0),
-            next: AtomicUsize::new(0),
+            next: (0..count).map(|_| Apart(AtomicUsize::new(0))).collect(),
             has_panicked: AtomicBool::new(false),
         }
     })
@@ -107,21 +115,29 @@ pub(crate) fn parallel(items: usize, run: &(dyn Fn(usize) + Sync)) {
     }
 }
 
+/// The first item of a part.
+fn first_of(part: usize, parts: usize, items: usize) -> usize {
+    // Items are few: they are chunks of something that is in memory.
+    items.saturating_mul(part) / parts
+}
+
 impl Pool {
     fn share(&self, items: usize, helpers: usize, run: &(dyn Fn(usize) + Sync)) {
         // SAFETY: only the lifetime changes. Threads use it between joining and leaving, and this returns when nobody
         // can join and all have left.
         let run: *const (dyn Fn(usize) + Sync + 'static) = unsafe { std::mem::transmute(std::ptr::from_ref(run)) };
-        self.next.store(0, Ordering::Relaxed);
+        let parts = (helpers + 1).min(self.next.len());
+        for (part, next) in self.next.iter().take(parts).enumerate() {
+            next.0.store(first_of(part, parts, items), Ordering::Relaxed);
+        }
+        let work = Work { run, items, parts, helpers };
         {
             // Under the lock, or a thread that is about to park would miss it.
-            let mut work = self.work.lock();
-            *work = Some(Work { run, items, helpers });
+            *self.work.lock() = Some(work);
             self.round.fetch_add(1, Ordering::Release);
         }
         self.changed.notify_all();
-        // SAFETY: it is the caller's own.
-        let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.take_items(items, unsafe { &*run })));
+        let own = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.take_items(&work, 0)));
         // Nobody joins from here on; who has joined is counted.
         *self.work.lock() = None;
         let mut looks = 0_u32;
@@ -136,17 +152,26 @@ impl Pool {
         }
     }
 
-    fn take_items(&self, items: usize, run: &(dyn Fn(usize) + Sync)) {
-        loop {
-            let item = self.next.fetch_add(1, Ordering::Relaxed);
-            if item >= items {
-                return;
+    /// Takes items until there are none. Neighbouring items are neighbouring memory: a thread that goes on where it is
+    /// has it fetched ahead, and finds in its own caches what it had there the last time. When every thread took the
+    /// next item of all, two of them were no faster than one on matrices that the shared cache holds.
+    fn take_items(&self, work: &Work, own: usize) {
+        // SAFETY: it lives until everybody who has joined has left.
+        let run = unsafe { &*work.run };
+        for n in 0..work.parts {
+            let part = (own + n) % work.parts;
+            let end = first_of(part + 1, work.parts, work.items);
+            loop {
+                let item = self.next[part].0.fetch_add(1, Ordering::Relaxed);
+                if item >= end {
+                    break;
+                }
+                run(item);
             }
-            run(item);
         }
     }
 
-    fn serve(&self) {
+    fn serve(&self, thread: usize) {
         let mut seen = 0;
         loop {
             self.wait_for_round(&mut seen);
@@ -158,10 +183,8 @@ impl Pool {
                     *work
                 })
             };
-            if let Some(Work { run, items, .. }) = joined {
-                // SAFETY: it lives until `busy` is back where it was.
-                let run = unsafe { &*run };
-                if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.take_items(items, run))).is_err() {
+            if let Some(work) = joined {
+                if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| self.take_items(&work, thread))).is_err() {
                     self.has_panicked.store(true, Ordering::Relaxed);
                 }
                 self.busy.fetch_sub(1, Ordering::Release);

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, Stream, block_on};
 
 use super::map::FLAGS_BYTES;
-use super::plan::{CudaPlan, LaunchArgument, output_of};
+use super::plan::{CudaLaunch, CudaPlan, LaunchArgument, output_of};
 use super::{CudaBuffer, CudaDevice, Pending};
 use crate::cpu::register_of;
 use crate::dtype::DType;
@@ -190,6 +190,12 @@ impl PlanState {
     ) -> Result<Option<Arc<Pending>>, ErrorKind> {
         let block = self.block.as_ref().map(|block| block.buffer.handle());
         let words = self.words.buffer.handle();
+        let is_by_library = |launch: &CudaLaunch| launch.arguments.contains(&LaunchArgument::Workspace);
+        let workspace = if self.lowered.launches.iter().any(is_by_library) {
+            Some(self.device.workspace()?.buffer.handle())
+        } else {
+            None
+        };
         let missing = || ErrorKind::Bug { why: "a buffer of a plan is not there".to_owned() };
         let mut handles: Vec<Handle> = Vec::new();
         let mut all: Vec<Params> = Vec::with_capacity(self.lowered.launches.len());
@@ -197,11 +203,12 @@ impl PlanState {
             let mut params = Vec::with_capacity(launch.arguments.len());
             for argument in &launch.arguments {
                 let (handle, offset) = match argument {
-                    LaunchArgument::Leaf(leaf) => (inputs.get(*leaf).ok_or_else(missing)?.buffer.handle(), 0),
-                    LaunchArgument::Output(at) => (outputs.get(*at).ok_or_else(missing)?.buffer.handle(), 0),
+                    LaunchArgument::Leaf(leaf, from) => (inputs.get(*leaf).ok_or_else(missing)?.buffer.handle(), *from),
+                    LaunchArgument::Output(at, from) => (outputs.get(*at).ok_or_else(missing)?.buffer.handle(), *from),
                     LaunchArgument::Block(offset) => (block.ok_or_else(missing)?, *offset),
                     LaunchArgument::Parameters(first) => (words, (FLAGS_BYTES + 8 * first) as u64),
                     LaunchArgument::Flags => (words, 0),
+                    LaunchArgument::Workspace => (workspace.ok_or_else(missing)?, 0),
                 };
                 if !handles.contains(&handle) {
                     handles.push(handle);
@@ -213,7 +220,8 @@ impl PlanState {
         if all.is_empty() {
             return Ok(None);
         }
-        let overwritten: Vec<Handle> = outputs.iter().map(|output| output.buffer.handle()).chain(block).collect();
+        let own = outputs.iter().map(|output| output.buffer.handle());
+        let overwritten: Vec<Handle> = own.chain(block).chain(workspace).collect();
         let steps: Vec<GraphStep<'_>> = self
             .lowered
             .launches

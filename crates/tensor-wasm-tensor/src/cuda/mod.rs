@@ -1,13 +1,16 @@
 //! CUDA as a device. Fused kernels are built with the kernel compiler's own operations and compiled by it without a
 //! fence: every access is inside by how the kernel is made (`map/mod.rs`, `special.rs`, with `index.rs` and
-//! `numbers.rs`). A plan becomes a list of launches over one block of memory (`plan.rs`), sent together and replayed as
-//! a graph from its second run on (`execute.rs`).
+//! `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), and those of half
+//! precision as they are (`halves.rs`). A plan becomes a list of launches over one block of memory (`plan.rs`), sent
+//! together and replayed as a graph from its second run on (`execute.rs`).
 
 pub(crate) mod execute;
+mod halves;
 mod index;
 mod map;
 mod numbers;
-mod plan;
+pub(crate) mod plan;
+mod product;
 mod special;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -38,6 +41,8 @@ struct Opened {
     tenant: Tenant,
     stream: Stream,
     memory_bytes_max: u64,
+    /// What the device's library works in: the stream's products are done one after the other.
+    workspace: Mutex<Option<Arc<CudaBuffer>>>,
 }
 
 impl PartialEq for CudaDevice {
@@ -74,7 +79,8 @@ impl CudaDevice {
             TenantLimits { memory_bytes_max, running_max: JOBS_MAX, waiting_max: JOBS_MAX, ..TenantLimits::default() };
         let tenant = device.tenant("tensors", limits).map_err(|error| failed(&error))?;
         let stream = tenant.stream();
-        Ok(CudaDevice(Arc::new(Opened { name: name.to_owned(), tenant, stream, memory_bytes_max })))
+        let (name, workspace) = (name.to_owned(), Mutex::default());
+        Ok(CudaDevice(Arc::new(Opened { name, tenant, stream, memory_bytes_max, workspace })))
     }
 
     /// Bytes of its memory that tensors have, and what plans keep for their next run.
@@ -95,6 +101,23 @@ impl CudaDevice {
             self.when_possible(|stream| stream.read_blocking(word.buffer.handle(), 0, &mut bytes))
         };
         wait().map_err(|what| crate::TensorError::new("synchronize", what, std::panic::Location::caller()))
+    }
+
+    /// Memory for the device's library, which all plans share.
+    fn workspace(&self) -> Result<Arc<CudaBuffer>, ErrorKind> {
+        let mut workspace = self.0.workspace.lock();
+        if let Some(made) = workspace.as_ref().filter(|made| made.is_there()) {
+            return Ok(made.clone());
+        }
+        let bytes = usize::try_from(product::WORKSPACE_BYTES).unwrap_or(usize::MAX);
+        let made = Arc::new(CudaBuffer::new(self, bytes)?);
+        *workspace = Some(made.clone());
+        Ok(made)
+    }
+
+    /// What it is, for people.
+    pub(crate) fn description(&self) -> String {
+        format!("{}, {}", self.0.name, self.stream().device().info().name)
     }
 
     /// Counts the workers that the device has had: what one had is gone with it.

@@ -1,10 +1,11 @@
 //! A plan for a GPU: its launches in order, and where everything between them lies. Buffers that nobody sees but the
 //! plan are parts of one block, which they share as their lives allow.
 
-use tensor_wasm_gpu::{Grid, Kernel, block_on};
+use tensor_wasm_gpu::{Grid, Kernel, Product, block_on};
 
-use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE};
-use super::{CudaDevice, map, special};
+use super::halves::HalvedPlan;
+use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program};
+use super::{CudaDevice, map, product, special};
 use crate::error::ErrorKind;
 use crate::graph::op::{BinaryOp, Op};
 use crate::schedule::plan::{BufferView, MapKernel, Plan, Source, Step, ValueKind};
@@ -31,14 +32,16 @@ pub(super) struct CudaLaunch {
     pub arguments: Vec<LaunchArgument>,
 }
 
-/// What a window is given: a leaf, a part of the plan's block, an output, or the plan's numbers and flags.
+/// What a window is given: a leaf or an output from a byte on, a part of the plan's block, the plan's numbers and
+/// flags, or what all plans share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LaunchArgument {
-    Leaf(usize),
+    Leaf(usize, u64),
     Block(u64),
-    Output(usize),
+    Output(usize, u64),
     Parameters(usize),
     Flags,
+    Workspace,
 }
 
 pub(super) struct CudaPlan {
@@ -52,21 +55,26 @@ pub(super) struct CudaPlan {
 
 impl CudaPlan {
     pub(super) fn new(device: &CudaDevice, plan: &Plan) -> Result<CudaPlan, (usize, ErrorKind)> {
+        let halved = HalvedPlan::of(plan);
         let mut steps = Vec::with_capacity(plan.steps.len());
-        for step in &plan.steps {
+        for (n, step) in halved.steps.iter().enumerate() {
+            let Some(step) = step else {
+                steps.push(LoweredStep::default());
+                continue;
+            };
             let at_node = |what: ErrorKind| (step.node(), what);
             check_sizes(step).map_err(at_node)?;
-            steps.push(lower(step).map_err(at_node)?);
+            steps.push(lower(step, by_library(device, &halved, n).ok()).map_err(at_node)?);
         }
-        let places = Places::of(plan, &steps);
+        let places = Places::of(plan, &halved, &steps);
         let mut launches = Vec::new();
         for (n, step) in steps.into_iter().enumerate() {
             for kernel in step.kernels {
-                let launch = load(device, kernel, &places, n).map_err(|what| (plan.steps[n].node(), what))?;
+                let launch = load(device, &kernel, &places, n).map_err(|what| (plan.steps[n].node(), what))?;
                 launches.push(launch);
             }
         }
-        let may_fail = plan.steps.iter().any(may_fail);
+        let may_fail = halved.steps.iter().flatten().any(may_fail);
         Ok(CudaPlan { launches, block_bytes: places.bytes, outputs: places.outputs, may_fail })
     }
 
@@ -94,13 +102,45 @@ impl CudaPlan {
     }
 }
 
-fn lower(step: &Step) -> Result<LoweredStep, ErrorKind> {
+/// A product as the device's library does it, if it has an algorithm for it, and room to work in; or why not.
+fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<LoweredKernel, String> {
+    let Some(Step::Special(kernel)) = &plan.steps[step] else { return Err("it is fused".to_owned()) };
+    let is_product_needed = plan.last_steps[kernel.slot] != Some(step);
+    let lowered = product::of(kernel, is_product_needed).ok_or("a library has none of this type or layout")?;
+    let made = device.workspace().and_then(|_| load_program(device, &lowered.program));
+    made.map(|_| lowered).map_err(|why| why.to_string())
+}
+
+/// By what a step that is a product is computed, for people.
+pub(crate) fn product_by(device: &CudaDevice, plan: &Plan, step: usize) -> String {
+    let halved = HalvedPlan::of(plan);
+    let dtype = match &halved.steps[step] {
+        Some(Step::Special(kernel)) if kernel.dtype.size() == 2 => format!(" in {}", kernel.dtype),
+        _ => String::new(),
+    };
+    match by_library(device, &halved, step) {
+        Ok(lowered) => match lowered.program {
+            Program::Product(product) if product.has_bias => format!("cuBLASLt{dtype}, with the bias"),
+            _ => format!("cuBLASLt{dtype}"),
+        },
+        Err(why) => format!("own kernel{dtype}: {why}"),
+    }
+}
+
+fn lower(step: &Step, by_library: Option<LoweredKernel>) -> Result<LoweredStep, ErrorKind> {
     let bug = |error: tensor_wasm_jit::build::BuildError| ErrorKind::Bug { why: format!("a kernel: {error}") };
     match step {
         Step::Map(kernel) => map::lower(kernel).map_err(bug),
         Step::Special(kernel) => {
-            let mut lowered = special::lower(kernel).map_err(bug)?;
-            if let Some(after) = &kernel.epilogue {
+            let mut is_all = false;
+            let mut lowered = match by_library {
+                Some(product) => {
+                    is_all = matches!(&product.program, Program::Product(product) if product.has_bias);
+                    LoweredStep { kernels: vec![product], scratch_bytes: Vec::new() }
+                }
+                None => special::lower(kernel).map_err(bug)?,
+            };
+            if let Some(after) = kernel.epilogue.as_ref().filter(|_| !is_all) {
                 let epilogue = map::lower(after).map_err(bug)?;
                 let shift = lowered.scratch_bytes.len();
                 lowered.scratch_bytes.extend(epilogue.scratch_bytes);
@@ -148,22 +188,37 @@ fn may_fail(step: &Step) -> bool {
     }
 }
 
-fn load(device: &CudaDevice, lowered: LoweredKernel, places: &Places, step: usize) -> Result<CudaLaunch, ErrorKind> {
+fn load_program(device: &CudaDevice, program: &Program) -> Result<Kernel, ErrorKind> {
     let refused = |why: String| ErrorKind::Bug { why: format!("a kernel was refused: {why}") };
-    let image = lowered.built.compile_trusted().map_err(|refusal| refused(refusal.to_string()))?;
-    let kernel = device.when_possible(|stream| {
+    let (image, entry) = match program {
+        Program::Built(built) => {
+            let image = built.compile_trusted().map_err(|refusal| refused(refusal.to_string()))?;
+            (image.ptx.into_bytes(), image.entry)
+        }
+        Program::Product(product) => (product.to_image(), Product::ENTRY.to_owned()),
+    };
+    device.when_possible(|stream| {
         block_on(async {
-            let module = stream.load(image.ptx.as_bytes()).await?;
-            stream.kernel(&module, &image.entry).await
+            let module = stream.load(&image).await?;
+            stream.kernel(&module, &entry).await
         })
-    })?;
+    })
+}
+
+fn load(device: &CudaDevice, lowered: &LoweredKernel, places: &Places, step: usize) -> Result<CudaLaunch, ErrorKind> {
+    let kernel = load_program(device, &lowered.program)?;
     let grid = Grid { blocks: [lowered.groups, 1, 1], threads: [lowered.items, 1, 1], shared_bytes: 0 };
-    let argument = |argument: &Argument| match argument {
-        Argument::Buffer(Source::Leaf(leaf)) => LaunchArgument::Leaf(*leaf),
-        Argument::Buffer(Source::Slot(slot)) => match places.slots[*slot] {
-            SlotPlace::Block(offset) => LaunchArgument::Block(offset),
-            SlotPlace::Output(output) => LaunchArgument::Output(output),
+    let part = |source: &Source, from: u64| match source {
+        Source::Leaf(leaf) => LaunchArgument::Leaf(*leaf, from),
+        Source::Slot(slot) => match places.slots[*slot] {
+            SlotPlace::Block(offset) => LaunchArgument::Block(offset + from),
+            SlotPlace::Output(output) => LaunchArgument::Output(output, from),
         },
+    };
+    let argument = |argument: &Argument| match argument {
+        Argument::Buffer(source) => part(source, 0),
+        Argument::Part(source, from) => part(source, *from as u64),
+        Argument::Workspace => LaunchArgument::Workspace,
         Argument::Scratch(n) => LaunchArgument::Block(places.scratch[step][*n]),
         Argument::Parameters(first) => LaunchArgument::Parameters(*first),
         Argument::Flags => LaunchArgument::Flags,
@@ -182,7 +237,7 @@ struct Places {
 }
 
 impl Places {
-    fn of(plan: &Plan, steps: &[LoweredStep]) -> Places {
+    fn of(plan: &Plan, halved: &HalvedPlan, steps: &[LoweredStep]) -> Places {
         let mut places = Places {
             slots: vec![SlotPlace::Block(0); plan.slots.len()],
             scratch: Vec::new(),
@@ -197,9 +252,9 @@ impl Places {
             }
         }
         let mut taken: Vec<(u64, u64, usize)> = Vec::new();
-        for (n, (step, lowered)) in plan.steps.iter().zip(steps).enumerate() {
-            for slot in step.writes() {
-                if let Some(last) = plan.slots[slot].last_step {
+        for (n, (step, lowered)) in halved.steps.iter().zip(steps).enumerate() {
+            for slot in step.iter().flat_map(Step::writes) {
+                if let Some(last) = halved.last_steps[slot] {
                     let offset = places.take(&mut taken, slot_bytes(slot) as u64, last);
                     places.slots[slot] = SlotPlace::Block(offset);
                 }

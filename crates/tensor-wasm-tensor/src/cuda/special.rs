@@ -3,7 +3,7 @@
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, UnaryOp as U, Value, Variable};
 
 use super::index::{Axes, Indices, count, small, sum, times};
-use super::map::{Argument, GROUP, LoweredKernel, LoweredStep, OUT_OF_RANGE, load_one, store_one};
+use super::map::{Argument, GROUP, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program, load_one, store_one};
 use super::numbers::{Built, Class, Numbers, Registers};
 use crate::dtype::DType;
 use crate::graph::op::{FoldedAxis, Op};
@@ -60,7 +60,7 @@ fn each(
     body(&mut b, &Given { inputs: windows, to, flags }, number)?;
     b.end()?;
     let groups = small(count.div_ceil(GROUP as usize));
-    Ok(LoweredKernel { built: b.finish()?, groups, items: GROUP, arguments })
+    Ok(LoweredKernel { program: Program::Built(b.finish()?), groups, items: GROUP, arguments })
 }
 
 fn all(_: usize) -> bool {
@@ -238,7 +238,7 @@ fn matmul(kernel: &SpecialKernel) -> Built<LoweredKernel> {
         }
     }
     let groups = small(batches * row_tiles * column_tiles);
-    Ok(LoweredKernel { built: b.finish()?, groups, items: GROUP, arguments })
+    Ok(LoweredKernel { program: Program::Built(b.finish()?), groups, items: GROUP, arguments })
 }
 
 /// Sums of products over some axes: a work item for each element.

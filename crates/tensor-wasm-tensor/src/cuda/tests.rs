@@ -3,7 +3,9 @@
 
 use std::sync::{Arc, LazyLock};
 
-use tensor_wasm_gpu::{HostCode, HostKernels, HostLaunch, HostMemory, HostModule};
+use tensor_wasm_gpu::{
+    HostCode, HostKernels, HostLaunch, HostMemory, HostModule, Product, ProductElement, ProductOperand,
+};
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, OtherMemory};
 
 use super::*;
@@ -11,9 +13,14 @@ use crate::expression::evaluate;
 use crate::operations::{OPERATIONS, examples};
 use crate::{DType, Device as Place, Mode, Tensor, with_device};
 
-struct Emulated;
+struct Emulated {
+    has_library: bool,
+}
 
 struct EmulatedModule(Emulator);
+
+/// A product as the device's library would do it, but for the order of its sums.
+struct EmulatedProduct(Product);
 
 struct Mapped(Arc<HostMemory>);
 
@@ -29,6 +36,10 @@ impl OtherMemory for Mapped {
 
 impl HostCode for Emulated {
     fn load(&self, _stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
+        if Product::is_image(image) {
+            let product = Product::from_image(image).filter(|_| self.has_library).ok_or("no library")?;
+            return Ok(Arc::new(EmulatedProduct(product)));
+        }
         let text = std::str::from_utf8(image).map_err(|error| error.to_string())?;
         Ok(Arc::new(EmulatedModule(Emulator::new(text)?)))
     }
@@ -52,13 +63,84 @@ impl HostModule for EmulatedModule {
     }
 }
 
+impl EmulatedProduct {
+    fn element(&self, memory: &HostMemory, start: u64, at: u64) -> f64 {
+        let mut bytes = [0; 8];
+        let size = self.bytes();
+        assert!(memory.read(start + at * size, &mut bytes[..usize::try_from(size).unwrap()]));
+        let [a, b, c, d, ..] = bytes;
+        match self.0.element {
+            ProductElement::F16 => half::f16::from_le_bytes([a, b]).to_f64(),
+            ProductElement::BF16 => half::bf16::from_le_bytes([a, b]).to_f64(),
+            ProductElement::F32 | ProductElement::Tf32 => f32::from_le_bytes([a, b, c, d]).into(),
+            ProductElement::F64 => f64::from_le_bytes(bytes),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self.0.element {
+            ProductElement::F16 | ProductElement::BF16 => 2,
+            ProductElement::F32 | ProductElement::Tf32 => 4,
+            ProductElement::F64 => 8,
+        }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "rounding to the type is what it does")]
+    fn stored(&self, value: f64) -> Vec<u8> {
+        match self.0.element {
+            ProductElement::F16 => half::f16::from_f64(value).to_le_bytes().to_vec(),
+            ProductElement::BF16 => half::bf16::from_f64(value).to_le_bytes().to_vec(),
+            ProductElement::F32 | ProductElement::Tf32 => (value as f32).to_le_bytes().to_vec(),
+            ProductElement::F64 => value.to_le_bytes().to_vec(),
+        }
+    }
+}
+
+impl HostModule for EmulatedProduct {
+    fn params(&self, kernel: &str) -> Option<Vec<(u32, u32)>> {
+        (kernel == Product::ENTRY).then(|| Product::PARAMS.to_vec())
+    }
+
+    fn launch(&self, launch: &HostLaunch<'_>) {
+        let addresses: Vec<u64> =
+            launch.params.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
+        let [left, right, to, bias, _] = addresses[..] else { std::process::abort() };
+        let product = &self.0;
+        let place = |operand: &ProductOperand, batch: u64, row: u64, column: u64| {
+            let within =
+                if operand.is_by_columns { column * operand.stride + row } else { row * operand.stride + column };
+            batch * operand.batch_stride + within
+        };
+        let mut at = 0;
+        for batch in 0..product.batches {
+            for row in 0..product.rows {
+                for column in 0..product.columns {
+                    let mut sum = if product.has_bias { self.element(launch.memory, bias, column) } else { 0.0 };
+                    for step in 0..product.depth {
+                        let a = self.element(launch.memory, left, place(&product.left, batch, row, step));
+                        sum += a * self.element(launch.memory, right, place(&product.right, batch, step, column));
+                    }
+                    assert!(launch.memory.write(to + at * self.bytes(), &self.stored(sum)));
+                    at += 1;
+                }
+            }
+        }
+    }
+}
+
 pub(crate) static DEVICE: LazyLock<Place> = LazyLock::new(|| {
-    let opened = Device::open(&emulated()).unwrap();
+    let opened = Device::open(&emulated(false)).unwrap();
     Place::Cuda(CudaDevice::of(opened, "emulated").unwrap())
 });
 
-fn emulated() -> OpenOptions {
-    let host = HostKernels(Some(Arc::new(Emulated)));
+/// The same with a library for products.
+static WITH_LIBRARY: LazyLock<Place> = LazyLock::new(|| {
+    let opened = Device::open(&emulated(true)).unwrap();
+    Place::Cuda(CudaDevice::of(opened, "emulated").unwrap())
+});
+
+fn emulated(has_library: bool) -> OpenOptions {
+    let host = HostKernels(Some(Arc::new(Emulated { has_library })));
     OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() }
 }
 
@@ -68,9 +150,13 @@ fn is_close(a: f64, b: f64, tolerance: f64) -> bool {
 
 /// Computes something on both devices, fused and one by one, and compares.
 fn same(what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
+    same_on(&DEVICE, what, tolerance, make);
+}
+
+fn same_on(device: &Place, what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
     let expected = make().to_f64();
     for mode in [Mode::Fused, Mode::Eager] {
-        let found = with_device(&DEVICE, || {
+        let found = with_device(device, || {
             let tensor = make();
             Tensor::realize_in(&[&tensor], mode).and_then(|()| tensor.to_f64())
         });
@@ -182,6 +268,110 @@ fn operands_that_lie_another_way_are_computed_as_on_a_cpu() {
     }
 }
 
+/// What a plan says that its product is computed by.
+fn product_by(device: &Place, make: &dyn Fn() -> Tensor) -> String {
+    let explained = with_device(device, || make().explain().unwrap());
+    assert!(explained.device.starts_with("emulated, "), "{}", explained.device);
+    explained.kernels.iter().find_map(|kernel| kernel.by.clone()).unwrap_or_default()
+}
+
+/// However the operands lie, whatever follows; and what the library cannot do is done by a kernel.
+#[test]
+fn products_by_the_library_are_as_on_a_cpu() {
+    let normal = |sizes: &[usize]| Tensor::normal(sizes, 3, DType::F32);
+    let compare = |what: &str, dtype: DType, is_by_library: bool, make: &dyn Fn() -> Tensor| {
+        let tolerance = if matches!(dtype, DType::F16 | DType::BF16) { 2e-2 } else { 2e-6 };
+        same_on(&WITH_LIBRARY, what, tolerance, make);
+        let by = product_by(&WITH_LIBRARY, make);
+        assert_eq!(by.starts_with("cuBLASLt"), is_by_library, "{what} {dtype}: {by}");
+    };
+    for dtype in [DType::F16, DType::BF16, DType::F32, DType::F64, DType::I32] {
+        let of = |sizes: &[usize]| {
+            let made = normal(sizes).cast(dtype);
+            made.realize().unwrap();
+            made
+        };
+        let is_float = dtype.is_float();
+        let (x, y, z) = (of(&[5, 7]), of(&[7, 3]), of(&[3, 7]));
+        compare("plain", dtype, is_float, &|| x.matmul(&y));
+        compare("right turned", dtype, is_float, &|| x.matmul(&z.t()));
+        compare("left turned", dtype, is_float, &|| y.t().matmul(&x.t()));
+        let wide = of(&[9, 20]);
+        compare("parts", dtype, is_float, &|| wide.narrow(0, 2, 5).narrow(1, 3, 7).matmul(&y));
+        compare("every second", dtype, false, &|| wide.slice(1, None, None, 3).matmul(&y));
+        compare("backwards", dtype, false, &|| x.flip(0).matmul(&y));
+        let (many, one) = (of(&[2, 4, 5, 7]), of(&[4, 7, 3]));
+        compare("all rows at once", dtype, is_float, &|| many.matmul(&y));
+        compare("one for all", dtype, false, &|| many.matmul(&one));
+        compare("batches", dtype, is_float, &|| many.narrow(0, 0, 1).squeeze(0).matmul(&one));
+        compare("turned batches", dtype, is_float, &|| one.transpose(1, 2).matmul(&one));
+        let (bias, other) = (of(&[3]), of(&[5, 3]));
+        compare("bias", dtype, is_float, &|| x.matmul(&y) + &bias);
+        compare("and more", dtype, is_float, &|| (x.matmul(&y) + &bias).relu());
+        compare("residual", dtype, is_float, &|| x.matmul(&y) + &other);
+        compare("row and column", dtype, is_float, &|| of(&[1, 7]).matmul(&of(&[7, 1])));
+        compare("nothing to add up", dtype, false, &|| of(&[2, 0]).matmul(&of(&[0, 3])));
+    }
+    let by = |device: &Place, dtype: DType| {
+        let of = |sizes: &[usize]| normal(sizes).cast(dtype);
+        product_by(device, &|| of(&[4, 4]).matmul(&of(&[4, 4])) + &of(&[4]))
+    };
+    assert_eq!(by(&WITH_LIBRARY, DType::F32), "cuBLASLt, with the bias");
+    assert_eq!(by(&WITH_LIBRARY, DType::I32), "own kernel: a library has none of this type or layout");
+    let without = by(&DEVICE, DType::F32);
+    assert!(without.starts_with("own kernel: ") && without.contains("no library"), "{without}");
+    let both = with_device(&WITH_LIBRARY, || {
+        let product = normal(&[4, 4]).matmul(&normal(&[4, 4]));
+        let sum = &product + &normal(&[4]);
+        Tensor::realize_all(&[&product, &sum]).unwrap();
+        (product.to_f64().unwrap(), sum.to_f64().unwrap())
+    });
+    let product = normal(&[4, 4]).matmul(&normal(&[4, 4]));
+    let expected = [product.to_f64().unwrap(), (&product + &normal(&[4])).to_f64().unwrap()];
+    for (expected, found) in expected.iter().zip([both.0, both.1]) {
+        assert!(expected.iter().zip(&found).all(|(a, b)| is_close(*a, *b, 2e-6)), "{expected:?} {found:?}");
+    }
+}
+
+/// The casts around a product are left out, whoever does it, and kept where somebody else needs what they make.
+#[test]
+fn products_of_halves_are_not_widened() {
+    for dtype in [DType::F16, DType::BF16] {
+        let of = |sizes: &[usize]| {
+            let made = Tensor::normal(sizes, 4, DType::F32).cast(dtype);
+            made.realize().unwrap();
+            made
+        };
+        let (x, y, bias) = (of(&[6, 16]), of(&[16, 5]), of(&[5]));
+        let many = of(&[3, 6, 16]);
+        let cases: [(&str, bool, &dyn Fn() -> Tensor); 9] = [
+            ("plain", true, &|| x.matmul(&y)),
+            ("turned", true, &|| y.t().matmul(&x.t())),
+            ("computed before", false, &|| (&x * 2.0).matmul(&y)),
+            ("bias", true, &|| x.matmul(&y) + &bias),
+            ("bias and more", true, &|| (x.matmul(&y) + &bias).gelu()),
+            ("rows of many", true, &|| many.matmul(&y) + &bias),
+            ("batches", true, &|| many.matmul(&many.transpose(1, 2))),
+            ("in single precision", false, &|| x.cast(DType::F32).matmul(&y.cast(DType::F32)) + 1.0),
+            ("another product of the same", true, &|| x.matmul(&y).t().matmul(&x)),
+        ];
+        for (what, is_halved, make) in cases {
+            for device in [&*DEVICE, &*WITH_LIBRARY] {
+                same_on(device, what, 2e-2, make);
+                let by = product_by(device, make);
+                assert_eq!(by.contains(&format!(" in {dtype}")), is_halved, "{what}: {by}");
+            }
+        }
+        let (both, expected) = (|| (x.matmul(&y), x.cast(DType::F32).sum(1)), x.cast(DType::F32).sum(1));
+        let found = with_device(&DEVICE, || {
+            let (product, sum) = both();
+            Tensor::realize_all(&[&product, &sum]).unwrap();
+            sum.to_f64().unwrap()
+        });
+        assert!(expected.to_f64().unwrap().iter().zip(&found).all(|(a, b)| is_close(*a, *b, 1e-5)));
+    }
+}
+
 #[test]
 fn what_cannot_be_computed_is_said() {
     let (x, zero) = (Tensor::from_slice(&[5_i64, 6], &[2]), Tensor::from_slice(&[1_i64, 0], &[2]));
@@ -203,7 +393,9 @@ fn what_is_computed_follows_what_it_is_computed_from() {
     assert!(is_there(&there) && is_there(&sum) && !is_there(&x), "nothing was read back");
     assert_eq!(sum.item::<f32>().unwrap(), 30.0);
     assert_eq!(there.to(&Place::Cpu).to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
-    assert!(!is_there(&(x + 1.0)));
+    assert!(!is_there(&(&x + 1.0)));
+    let elsewhere = with_device(&WITH_LIBRARY, || (&there + 1.0).to_f64().unwrap());
+    assert_eq!(elsewhere, [2.0, 3.0, 4.0, 5.0], "from one device to another");
     let far = Tensor::ones(&[1 << 20, 1 << 20], DType::F32).to(&DEVICE);
     let error = far.to_f64().unwrap_err().to_string();
     assert!(error.contains("2^31 elements"), "{error}");
@@ -211,7 +403,7 @@ fn what_is_computed_follows_what_it_is_computed_from() {
 
 #[test]
 fn a_device_that_was_lost_is_used_again() {
-    let opened = Device::open(&emulated()).unwrap();
+    let opened = Device::open(&emulated(false)).unwrap();
     let device = Place::Cuda(CudaDevice::of(opened.clone(), "lost").unwrap());
     let x = Tensor::from_slice(&[1_f32, 2.0, 3.0], &[3]);
     let compute = || with_device(&device, || (&x * 3.0 + 0.25).sum(()));
@@ -238,7 +430,7 @@ fn a_device_that_was_lost_is_used_again() {
 
 #[test]
 fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
-    let opened = Device::open(&emulated()).unwrap();
+    let opened = Device::open(&emulated(false)).unwrap();
     let cuda = CudaDevice::within(opened, "small", 1 << 20).unwrap();
     let device = Place::Cuda(cuda.clone());
     let small =

@@ -109,16 +109,13 @@ impl Storage {
         self.cuda.lock().as_ref().map(|buffer| buffer.device().clone())
     }
 
-    /// On a CUDA device; copied there from wherever it is, also if it was there and the device was lost since.
+    /// On a CUDA device; copied there from wherever it is, from another one through the CPU, also if it was there and
+    /// the device was lost since. Of several devices, the last one's copy is kept.
     pub(crate) fn cuda(&self, device: &crate::cuda::CudaDevice) -> Result<Arc<CudaBuffer>, ErrorKind> {
         let there = self.cuda.lock().clone();
         match there {
-            Some(buffer) if buffer.device() != device => {
-                let why = "a tensor is on another device; read it and make it anew".to_owned();
-                return Err(ErrorKind::Device { why });
-            }
-            Some(buffer) if buffer.is_there() => return Ok(buffer),
-            Some(_) if self.cpu.get().is_none() => {
+            Some(buffer) if buffer.is_there() && buffer.device() == device => return Ok(buffer),
+            Some(buffer) if !buffer.is_there() && self.cpu.get().is_none() => {
                 let why = "it was lost, and elements with it that were nowhere else".to_owned();
                 return Err(ErrorKind::Device { why });
             }

@@ -47,7 +47,13 @@ pub struct ExplainedKernel {
 
 pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, TensorError> {
     let snapshot = Snapshot::take(nodes, mode)?;
-    let device = format!("cpu, {} threads, {}", cpu::threads(), cpu::instructions());
+    #[cfg(feature = "cuda")]
+    let cuda = crate::device::gpu_for(&snapshot.leaves);
+    let on_cpu = || format!("cpu, {} threads, {}", cpu::threads(), cpu::instructions());
+    #[cfg(feature = "cuda")]
+    let device = cuda.as_ref().map_or_else(on_cpu, crate::cuda::CudaDevice::description);
+    #[cfg(not(feature = "cuda"))]
+    let device = on_cpu();
     if snapshot.outputs.is_empty() {
         return Ok(Explanation { kernels: Vec::new(), not_fused: Vec::new(), is_planned: true, peak_bytes: 0, device });
     }
@@ -66,7 +72,15 @@ pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, Te
     };
     let not_fused =
         grouping.apart().filter(|(node, why)| *why != WhyNot::Alone || !is_after(*node)).map(apart).collect();
-    let kernels = plan.steps.iter().map(|step| kernel(step, &plan)).collect();
+    let product_by = |step: usize, dtype: DType| {
+        #[cfg(feature = "cuda")]
+        if let Some(cuda) = &cuda {
+            return crate::cuda::plan::product_by(cuda, &plan, step);
+        }
+        let _ = step;
+        cpu::product_by(dtype)
+    };
+    let kernels = (0..plan.steps.len()).map(|step| kernel(step, &plan, product_by)).collect();
     Ok(Explanation { kernels, not_fused, is_planned, peak_bytes: peak_bytes(&plan), device })
 }
 
@@ -87,7 +101,8 @@ fn touched(view: &BufferView) -> usize {
     own.map(|(size, _)| *size).product::<usize>().saturating_mul(view.dtype.size())
 }
 
-fn kernel(step: &Step, plan: &Plan) -> ExplainedKernel {
+fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> String) -> ExplainedKernel {
+    let step = &plan.steps[number];
     let slot_bytes = |slot: usize| bytes(plan.slots[slot].shape, plan.slots[slot].dtype);
     match step {
         Step::Map(map) => ExplainedKernel {
@@ -126,7 +141,7 @@ fn kernel(step: &Step, plan: &Plan) -> ExplainedKernel {
                 written_bytes: step.writes().map(slot_bytes).sum(),
                 flops: own_flops + after.map_or(0, flops),
                 in_place: after.map_or(0, |map| map.in_place.iter().flatten().count()),
-                by: matches!(special.op, Op::Matmul).then(|| cpu::product_by(special.dtype)),
+                by: matches!(special.op, Op::Matmul).then(|| product_by(number, special.dtype)),
             }
         }
     }

@@ -38,14 +38,14 @@ pub(crate) struct Slot {
     pub last_step: Option<usize>,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Step {
     Map(MapKernel),
     Special(SpecialKernel),
 }
 
 /// An operation that is a kernel by itself.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct SpecialKernel {
     pub op: Op,
     pub inputs: Vec<BufferView>,
@@ -59,7 +59,7 @@ pub(crate) struct SpecialKernel {
 }
 
 /// A fused expression over an index space, with reductions over some of its axes.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct MapKernel {
     pub space: Shape,
     pub reduced: AxisSet,

@@ -8,6 +8,7 @@
 mod driver;
 mod memory;
 mod modules;
+mod products;
 mod queues;
 mod residents;
 mod streams;
@@ -249,6 +250,13 @@ impl DeviceOps for CudaDevice {
 
     fn launch(&mut self, on: usize, kernel: CudaKernel, shape: LaunchShape, params: &[u8]) -> Result<(), DeviceError> {
         let (own, target) = (self.stream(on)?, self.target(on)?);
+        let kernel = match kernel {
+            CudaKernel::Compiled(kernel) => kernel,
+            CudaKernel::Product(_) if own.resident.is_some() => {
+                return Err(DeviceError::BadLaunch { why: "a product does not stay on the device".to_owned() });
+            }
+            CudaKernel::Product(product) => return product.launch(target, params),
+        };
         // A function belongs to one context, a kernel to all: a green one, too.
         let function = if own.green.is_some() { kernel.kernel.cast() } else { kernel.function };
         let Some(resident) = &own.resident else { return launch_kernel(function, target, shape, params) };

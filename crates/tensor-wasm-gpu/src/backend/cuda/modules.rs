@@ -1,4 +1,5 @@
-//! Kernel modules of a CUDA device: PTX through the driver's compiler, or cubins as they are.
+//! Kernel modules of a CUDA device: PTX through the driver's compiler, cubins as they are, or products by a library
+//! (`products.rs`).
 
 use std::ffi::{CString, c_int, c_void};
 use std::ptr::null_mut;
@@ -12,9 +13,11 @@ use object::read::elf::{FileHeader, ProgramHeader, SectionHeader};
 use parking_lot::Mutex;
 
 use super::driver::{Context, attribute, check};
+use super::products::{PreparedProduct, Products};
 use crate::backend::modules::{FoundKernel, ModuleLoader};
 use crate::backend::residents::Residents;
 use crate::error::DeviceError;
+use crate::product::Product;
 use crate::slab::PAYLOAD_BYTES_MAX;
 
 /// Room for the complaints of the driver's PTX compiler.
@@ -24,16 +27,29 @@ pub(super) struct CudaLoader {
     device: cu::CUdevice,
     context: Arc<Context>,
     residents: Arc<Residents>,
+    products: Products,
     /// Held while the stacks of threads grow.
     growing: Mutex<()>,
+}
+
+#[derive(Clone)]
+pub(super) enum CudaModule {
+    Library(Library),
+    Product(Arc<PreparedProduct>),
 }
 
 #[derive(Clone, Copy)]
 pub(super) struct Library(cu::CUlibrary);
 
+#[derive(Clone)]
+pub(super) enum CudaKernel {
+    Compiled(CompiledKernel),
+    Product(Arc<PreparedProduct>),
+}
+
 /// A kernel, and its function in the worker's own context.
 #[derive(Clone, Copy)]
-pub(super) struct CudaKernel {
+pub(super) struct CompiledKernel {
     pub kernel: cu::CUkernel,
     pub function: cu::CUfunction,
 }
@@ -41,11 +57,11 @@ pub(super) struct CudaKernel {
 // SAFETY: the driver's handles of libraries, kernels and functions may be used by any thread.
 unsafe impl Send for Library {}
 // SAFETY: as above.
-unsafe impl Send for CudaKernel {}
+unsafe impl Send for CompiledKernel {}
 
 impl CudaLoader {
     pub(super) fn new(device: cu::CUdevice, context: Arc<Context>, residents: Arc<Residents>) -> CudaLoader {
-        CudaLoader { device, context, residents, growing: Mutex::new(()) }
+        CudaLoader { device, context, residents, products: Products::default(), growing: Mutex::new(()) }
     }
 
     fn shared_bytes_max(&self) -> u32 {
@@ -102,7 +118,7 @@ fn load_whole(library: cu::CUlibrary) -> Result<(), DeviceError> {
 }
 
 impl ModuleLoader for CudaLoader {
-    type Module = Library;
+    type Module = CudaModule;
     type Kernel = CudaKernel;
 
     /// PTX ends with a NUL.
@@ -112,7 +128,14 @@ impl ModuleLoader for CudaLoader {
         self.context.enter()
     }
 
-    fn load(&self, _lane: usize, mut image: Vec<u8>) -> Result<Library, DeviceError> {
+    fn load(&self, _lane: usize, mut image: Vec<u8>) -> Result<CudaModule, DeviceError> {
+        if Product::is_image(&image) {
+            let product = Product::from_image(&image[..image.len() - Self::IMAGE_PADDING_BYTES]);
+            let product = product.ok_or_else(|| DeviceError::BadModule { why: "it is no product".to_owned() })?;
+            // Opening the library, and its choice of an algorithm, wait for the device.
+            let _pause = self.residents.pause()?;
+            return self.products.prepare(&product).map(|product| CudaModule::Product(Arc::new(product)));
+        }
         let compiled = if !image.starts_with(b"\x7fELF") {
             compile(&mut image)?
         } else if is_whole_elf(&image[..image.len() - Self::IMAGE_PADDING_BYTES]) {
@@ -135,18 +158,35 @@ impl ModuleLoader for CudaLoader {
             }
             return Err(bad_module(error, ""));
         }
-        Ok(Library(library))
+        Ok(CudaModule::Library(Library(library)))
     }
 
-    fn unload(&self, modules: Vec<Library>) -> Result<(), DeviceError> {
+    fn unload(&self, modules: Vec<CudaModule>) -> Result<(), DeviceError> {
         let _pause = self.residents.pause()?;
-        // SAFETY: libraries of ours that nobody can name any more.
-        modules.into_iter().try_for_each(|module| check(unsafe { cu::cuLibraryUnload(module.0) }))
+        modules.into_iter().try_for_each(|module| match module {
+            // SAFETY: libraries of ours that nobody can name any more.
+            CudaModule::Library(library) => check(unsafe { cu::cuLibraryUnload(library.0) }),
+            CudaModule::Product(_) => Ok(()),
+        })
     }
 
-    fn find(&self, module: &Library, name: &[u8]) -> Result<FoundKernel<CudaKernel>, DeviceError> {
+    fn find(&self, module: &CudaModule, name: &[u8]) -> Result<FoundKernel<CudaKernel>, DeviceError> {
         use cu::CUfunction_attribute as Attribute;
         let missing = || DeviceError::NoSuchKernel { name: String::from_utf8_lossy(name).into_owned() };
+        let module = match module {
+            CudaModule::Library(library) => library,
+            CudaModule::Product(product) if name == Product::ENTRY.as_bytes() => {
+                return Ok(FoundKernel {
+                    kernel: CudaKernel::Product(product.clone()),
+                    params: Product::PARAMS.to_vec(),
+                    threads_max: 1,
+                    shared_bytes: 0,
+                    registers: 0,
+                    blocks_per_multiprocessor: 1,
+                });
+            }
+            CudaModule::Product(_) => return Err(missing()),
+        };
         let text = CString::new(name).map_err(|_| missing())?;
         let (mut kernel, mut function) = (null_mut(), null_mut());
         // SAFETY: a library of ours and a string that ends with a NUL.
@@ -182,7 +222,7 @@ impl ModuleLoader for CudaLoader {
         // SAFETY: writes one integer to a variable of ours, about a function of ours.
         check(unsafe { cu::cuOccupancyMaxActiveBlocksPerMultiprocessor(&mut blocks, function, block, 0) })?;
         let blocks_per_multiprocessor = u64::try_from(blocks).unwrap_or(0);
-        let kernel = CudaKernel { kernel, function };
+        let kernel = CudaKernel::Compiled(CompiledKernel { kernel, function });
         Ok(FoundKernel { kernel, params, threads_max, shared_bytes, registers, blocks_per_multiprocessor })
     }
 }

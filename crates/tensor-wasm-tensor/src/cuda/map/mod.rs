@@ -9,6 +9,7 @@ mod turned;
 
 pub(super) use self::memory::{load_one, store_one};
 
+use tensor_wasm_gpu::Product;
 use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, BuiltKernel, IdKind, KernelBuilder, Value};
 
@@ -38,7 +39,7 @@ const PART_MIN: usize = 8;
 /// A kernel and how it is launched.
 #[derive(Debug)]
 pub(super) struct LoweredKernel {
-    pub built: BuiltKernel,
+    pub program: Program,
     pub groups: u32,
     pub items: u32,
     pub arguments: Vec<Argument>,
@@ -56,10 +57,22 @@ impl LoweredKernel {
     }
 }
 
+/// What is launched.
+#[derive(Debug)]
+pub(super) enum Program {
+    Built(BuiltKernel),
+    /// By the device's library.
+    Product(Product),
+}
+
 /// What a window of a kernel is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Argument {
     Buffer(Source),
+    /// A buffer from a byte on.
+    Part(Source, usize),
+    /// What a library needs beside its operands.
+    Workspace,
     /// Memory between two kernels of one step, by its number.
     Scratch(usize),
     /// The numbers that come with each run, eight bytes each, from one on: kernels that differ only in which they take
@@ -439,7 +452,8 @@ impl<'k> Emit<'k> {
 
     fn finish(self, groups: u32) -> Built<LoweredKernel> {
         let items = small(self.frame.group);
-        Ok(LoweredKernel { built: self.b.finish()?, groups, items, arguments: self.windows.arguments })
+        let program = Program::Built(self.b.finish()?);
+        Ok(LoweredKernel { program, groups, items, arguments: self.windows.arguments })
     }
 
     fn begin_row_store(&mut self) -> Built<()> {
