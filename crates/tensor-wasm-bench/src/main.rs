@@ -13,6 +13,7 @@ mod report;
 mod run;
 mod serve;
 mod tensors;
+mod tensors_cuda;
 
 use clap::Parser;
 
@@ -53,6 +54,15 @@ enum Comparison {
         #[arg(long)]
         only: Option<String>,
     },
+    /// Tensors on a GPU, against the PyTorch that `python3` has.
+    TensorsCuda {
+        /// Measurements of each side of each row, in turns; the median counts.
+        #[arg(long, default_value_t = 5)]
+        rounds: usize,
+        /// Print the microseconds of one row of ours, and nothing else.
+        #[arg(long, value_name = "ROW")]
+        raw: Option<String>,
+    },
 }
 
 fn main() -> anyhow::Result<()> {
@@ -65,5 +75,6 @@ fn main() -> anyhow::Result<()> {
         Comparison::Guest => kernels::guest(),
         Comparison::Concurrent => concurrent::compare(),
         Comparison::Tensors { rounds, only } => tensors::compare(rounds, only.as_deref()),
+        Comparison::TensorsCuda { rounds, raw } => tensors_cuda::compare(rounds, raw.as_deref()),
     }
 }

@@ -65,6 +65,13 @@ impl Report {
         self.row(id, what, ours, None, unit, None, goal, holds);
     }
 
+    /// Ours against a fixed bound, with a baseline from the same run beside it.
+    #[allow(dead_code, reason = "some of the programs that share this file have no such rows")]
+    pub(crate) fn beside(&mut self, id: &str, what: &str, ours: f64, baseline: (f64, &str), unit: &str, goal: Goal) {
+        let holds = goal.holds(ours);
+        self.row(id, what, ours, Some(baseline), unit, Some(ours / baseline.0), goal, holds);
+    }
+
     #[expect(clippy::too_many_arguments, reason = "a row has this many columns")]
     fn row(
         &mut self,

@@ -14,7 +14,7 @@ use crate::report::{Goal, Report, root};
 
 /// How long one side of a row is measured in one round: short, so that all sides meet the same neighbours on a machine
 /// that is not ours alone.
-const SLICE: Duration = Duration::from_millis(60);
+pub(crate) const SLICE: Duration = Duration::from_millis(60);
 
 type Run = Box<dyn FnMut() -> tensor_wasm_tensor::Result<()>>;
 
@@ -133,13 +133,13 @@ fn median(run: &mut Run) -> anyhow::Result<f64> {
     Ok(middle(&mut times))
 }
 
-fn middle(values: &mut [f64]) -> f64 {
+pub(crate) fn middle(values: &mut [f64]) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
 }
 
 /// A library in a process of its own, which measures what it is asked to.
-struct Peer {
+pub(crate) struct Peer {
     name: &'static str,
     child: Child,
     to: ChildStdin,
@@ -154,7 +154,7 @@ impl Drop for Peer {
 }
 
 impl Peer {
-    fn start(name: &'static str, command: &mut Command) -> anyhow::Result<Peer> {
+    pub(crate) fn start(name: &'static str, command: &mut Command) -> anyhow::Result<Peer> {
         let mut child = command.arg(name).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         let to = child.stdin.take().context("no stdin")?;
         let from = BufReader::new(child.stdout.take().context("no stdout")?);
@@ -171,7 +171,7 @@ impl Peer {
     }
 
     /// The median of runs in a slice of time, in nanoseconds, if it has that row.
-    fn measure(&mut self, row: &str) -> anyhow::Result<Option<f64>> {
+    pub(crate) fn measure(&mut self, row: &str) -> anyhow::Result<Option<f64>> {
         writeln!(self.to, "{row} {}", SLICE.as_millis())?;
         self.to.flush()?;
         let line = self.line()?;

@@ -89,7 +89,7 @@ pub enum ErrorKind {
     NotScalar { shape: Vec<usize> },
     #[error("the graph was freed by an earlier backward(); use grad() to go through it more than once")]
     GraphFreed,
-    #[error("nothing it depends on asks for gradients")]
+    #[error("nothing it depends on asks for gradients: make it from a Variable or x.with_grad(), outside of no_grad()")]
     NoGradient,
     #[error("input {input} is nothing that gradients are asked for; x.with_grad() returns a new tensor, which is")]
     NotAsked { input: usize },
@@ -97,7 +97,7 @@ pub enum ErrorKind {
     WrongGradient { input: usize, element: usize, gradient: f64, slope: f64 },
     #[error("an integer is divided by zero")]
     DivisionByZero,
-    #[error("elements are {found}, and {asked} was asked for")]
+    #[error("elements are {found}, and {asked} was asked for; read them as {found}, or .cast() first")]
     ElementType { found: DType, asked: DType },
     #[error("no device {name:?}: {why}")]
     NoDevice { name: String, why: String },

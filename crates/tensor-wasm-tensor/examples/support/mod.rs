@@ -13,6 +13,8 @@ pub(crate) mod training;
 
 use std::process::ExitCode;
 
+use tensor_wasm_tensor::{Device, set_device};
+
 use self::options::{Command, Options, Parsed};
 
 /// Whatever went wrong, in words.
@@ -31,7 +33,12 @@ pub(crate) fn run(command: &Command, train: impl FnOnce(&Options) -> Outcome<()>
             return ExitCode::from(2);
         }
     };
-    match train(&options) {
+    let device = options.get("device").map(Device::named).transpose();
+    let trained = device.map_err(Into::into).and_then(|device| {
+        device.into_iter().for_each(set_device);
+        train(&options)
+    });
+    match trained {
         Ok(()) => ExitCode::SUCCESS,
         Err(why) => {
             eprintln!("error: {why}");

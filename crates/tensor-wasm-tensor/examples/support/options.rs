@@ -1,5 +1,5 @@
-//! Options of a command line: `--name value` or `--name=value`. All examples have `--steps`, `--seed`, `--out` and
-//! `--help`; some have options of their own, whose values are text.
+//! Options of a command line: `--name value` or `--name=value`. All examples have `--steps`, `--seed`, `--out`,
+//! `--device` and `--help`; some have options of their own, whose values are text.
 
 use std::path::PathBuf;
 
@@ -34,10 +34,11 @@ pub(crate) enum Parsed {
     Help,
 }
 
-const COMMON: [Flag; 3] = [
+const COMMON: [Flag; 4] = [
     Flag { name: "steps", value: "N", about: "steps of training" },
     Flag { name: "seed", value: "N", about: "seed of everything that is random (1)" },
     Flag { name: "out", value: "DIR", about: "where files are written (target/examples-out)" },
+    Flag { name: "device", value: "NAME", about: "cpu, cuda or cuda:N; a GPU needs --features cuda (cpu)" },
 ];
 
 impl Options {

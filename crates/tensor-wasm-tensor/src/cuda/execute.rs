@@ -34,6 +34,8 @@ struct PlanState {
     written: Vec<u8>,
     graphs: Vec<Graph>,
     runs: usize,
+    /// What [`super::set_tf32`] said when it was lowered.
+    is_tf32: bool,
 }
 
 /// Runs a plan, and returns what its outputs are, or the node that could not be computed. Where there is no memory,
@@ -69,7 +71,8 @@ fn try_execute(
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let last = plan.steps.last().map_or(0, Step::node);
     let mut state = kernels.0.lock();
-    let is_ready = |state: &PlanState| state.device == *device && state.words.is_there();
+    let is_ready =
+        |state: &PlanState| state.device == *device && state.words.is_there() && state.is_tf32 == super::is_tf32();
     if !state.as_ref().is_some_and(is_ready) {
         *state = None;
         *state = Some(PlanState::new(device, plan, parameters)?);
@@ -121,12 +124,13 @@ impl PlanState {
     fn new(device: &CudaDevice, plan: &Plan, parameters: &[Parameter]) -> Result<PlanState, (usize, ErrorKind)> {
         let last = plan.steps.last().map_or(0, Step::node);
         let at_end = |what: ErrorKind| (last, what);
+        let is_tf32 = super::is_tf32();
         let lowered = CudaPlan::new(device, plan)?;
         let bytes = usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX);
         let block = if bytes > 0 { Some(CudaBuffer::new(device, bytes).map_err(at_end)?) } else { None };
         let words = CudaBuffer::new(device, FLAGS_BYTES + 8 * parameters.len().max(1)).map_err(at_end)?;
         let device = device.clone();
-        Ok(PlanState { device, lowered, block, words, written: Vec::new(), graphs: Vec::new(), runs: 0 })
+        Ok(PlanState { device, lowered, block, words, written: Vec::new(), graphs: Vec::new(), runs: 0, is_tf32 })
     }
 
     fn run(

@@ -16,6 +16,7 @@ mod special;
 pub(crate) mod tests;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -31,6 +32,19 @@ const JOBS_MAX: usize = 1_024;
 
 /// How long somebody sleeps who has to wait until there is room in the line.
 const ROOM_PERIOD: Duration = Duration::from_micros(50);
+
+/// Whether products of `f32` may be less precise than that.
+static IS_TF32: AtomicBool = AtomicBool::new(false);
+
+/// Has matrices of `f32` multiplied on tensor cores from now on, where a device's library can: operands are rounded to
+/// ten bits of mantissa (tf32), sums are not. Off unless somebody asks for it.
+pub fn set_tf32(is_allowed: bool) {
+    IS_TF32.store(is_allowed, Ordering::Relaxed);
+}
+
+fn is_tf32() -> bool {
+    IS_TF32.load(Ordering::Relaxed)
+}
 
 /// A GPU that tensors are computed on. Cloning shares it.
 #[derive(Clone)]

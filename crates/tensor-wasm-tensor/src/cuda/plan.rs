@@ -1,7 +1,7 @@
 //! A plan for a GPU: its launches in order, and where everything between them lies. Buffers that nobody sees but the
 //! plan are parts of one block, which they share as their lives allow.
 
-use tensor_wasm_gpu::{Grid, Kernel, Product, block_on};
+use tensor_wasm_gpu::{Grid, Kernel, Product, ProductElement, block_on};
 
 use super::halves::HalvedPlan;
 use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program};
@@ -120,8 +120,12 @@ pub(crate) fn product_by(device: &CudaDevice, plan: &Plan, step: usize) -> Strin
     };
     match by_library(device, &halved, step) {
         Ok(lowered) => match lowered.program {
-            Program::Product(product) if product.has_bias => format!("cuBLASLt{dtype}, with the bias"),
-            _ => format!("cuBLASLt{dtype}"),
+            Program::Product(product) => {
+                let tf32 = if product.element == ProductElement::Tf32 { " in tf32" } else { "" };
+                let bias = if product.has_bias { ", with the bias" } else { "" };
+                format!("cuBLASLt{dtype}{tf32}{bias}")
+            }
+            Program::Built(_) => "own kernel".to_owned(),
         },
         Err(why) => format!("own kernel{dtype}: {why}"),
     }

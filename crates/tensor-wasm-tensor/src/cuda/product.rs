@@ -22,6 +22,7 @@ pub(super) fn of(kernel: &SpecialKernel, is_product_needed: bool) -> Option<Lowe
     let element = match kernel.dtype {
         DType::F16 => ProductElement::F16,
         DType::BF16 => ProductElement::BF16,
+        DType::F32 if super::is_tf32() => ProductElement::Tf32,
         DType::F32 => ProductElement::F32,
         DType::F64 => ProductElement::F64,
         DType::Bool | DType::U8 | DType::I32 | DType::I64 => return None,

@@ -26,17 +26,21 @@ pub trait Module: Send + Sync {
 
     /// What is trained, by names that say where it is: `0.weight`. Those of its parts, unless it says otherwise.
     fn variables(&self) -> Vec<(String, Variable)> {
-        self.parts().0.into_iter().flat_map(|(part, module)| below(part, module.variables())).collect()
+        let of = |(name, part)| match part {
+            Part::Module(module) => below(name, module.variables()),
+            Part::Variable(variable) => vec![(name, variable.clone())],
+        };
+        self.parts().0.into_iter().flat_map(of).collect()
     }
 
     /// What is not trained and still belongs to it: running means. Those of its parts, unless it says otherwise.
     fn buffers(&self) -> Vec<(String, Variable)> {
-        self.parts().0.into_iter().flat_map(|(part, module)| below(part, module.buffers())).collect()
+        self.parts().modules().flat_map(|(name, module)| below(name, module.buffers())).collect()
     }
 
     /// Whether it is being trained: some modules do something else then. Its parts are told, unless it says otherwise.
     fn set_training(&self, is_training: bool) {
-        self.parts().0.into_iter().for_each(|(_, module)| module.set_training(is_training));
+        self.parts().modules().for_each(|(_, module)| module.set_training(is_training));
     }
 
     /// What optimizers take.
@@ -78,9 +82,14 @@ pub trait Module: Send + Sync {
     }
 }
 
-/// The modules that one is made of, by name.
+/// The modules that one is made of, and variables of its own, by name.
 #[derive(Default)]
-pub struct Parts<'m>(Vec<(String, &'m dyn Module)>);
+pub struct Parts<'m>(Vec<(String, Part<'m>)>);
+
+enum Part<'m> {
+    Module(&'m dyn Module),
+    Variable(&'m Variable),
+}
 
 impl<'m> Parts<'m> {
     pub fn new() -> Parts<'m> {
@@ -90,22 +99,36 @@ impl<'m> Parts<'m> {
     /// With one more.
     #[must_use]
     pub fn with(mut self, name: &str, module: &'m dyn Module) -> Parts<'m> {
-        self.0.push((name.to_owned(), module));
+        self.0.push((name.to_owned(), Part::Module(module)));
         self
     }
 
     /// With some more, whose names end with their numbers: `block.0`.
     #[must_use]
     pub fn with_each<M: Module>(mut self, name: &str, modules: &'m [M]) -> Parts<'m> {
-        let numbered = modules.iter().enumerate().map(|(n, module)| (format!("{name}.{n}"), module as &dyn Module));
+        let numbered = modules.iter().enumerate().map(|(n, module)| (format!("{name}.{n}"), Part::Module(module)));
         self.0.extend(numbered);
         self
+    }
+
+    /// With a variable that is none of its modules'.
+    #[must_use]
+    pub fn with_variable(mut self, name: &str, variable: &'m Variable) -> Parts<'m> {
+        self.0.push((name.to_owned(), Part::Variable(variable)));
+        self
+    }
+
+    fn modules(self) -> impl Iterator<Item = (String, &'m dyn Module)> {
+        self.0.into_iter().filter_map(|(name, part)| match part {
+            Part::Module(module) => Some((name, module)),
+            Part::Variable(_) => None,
+        })
     }
 }
 
 /// Names that say which part they are of: `up.weight`.
-fn below(part: String, own: Vec<(String, Variable)>) -> impl Iterator<Item = (String, Variable)> {
-    own.into_iter().map(move |(own, variable)| (format!("{part}.{own}"), variable))
+fn below(part: String, own: Vec<(String, Variable)>) -> Vec<(String, Variable)> {
+    own.into_iter().map(move |(own, variable)| (format!("{part}.{own}"), variable)).collect()
 }
 
 /// What hooks of a module see: what went in, and what came out.

@@ -2,6 +2,7 @@
 
 use std::panic::Location;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -11,7 +12,7 @@ use crate::graph::Node;
 use crate::tensor::Tensor;
 
 /// What a hook does with a gradient: another one in its place, or nothing.
-type Hook = Arc<dyn Fn(&Tensor) -> Option<Tensor> + Send + Sync>;
+pub(super) type Hook = Arc<dyn Fn(&Tensor) -> Option<Tensor> + Send + Sync>;
 
 /// What a node keeps for gradients, if it keeps anything.
 #[derive(Default)]
@@ -24,6 +25,13 @@ pub(crate) struct Gradients {
 /// Names a hook, so that it can be taken away again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HookId(u64);
+
+impl HookId {
+    pub(super) fn new() -> HookId {
+        static HOOKS: AtomicU64 = AtomicU64::new(0);
+        HookId(HOOKS.fetch_add(1, Ordering::Relaxed))
+    }
+}
 
 /// Has a node's hooks see its gradient, in the order they were added; what one returns is what the next one sees.
 pub(crate) fn fire(node: &Node, gradient: Tensor) -> Tensor {
@@ -90,12 +98,18 @@ impl Tensor {
 
     /// Calls `hook` each time going backwards has the whole gradient of this tensor: once, before it is used any
     /// further. What the hook returns takes its place.
+    ///
+    /// A hook belongs to this tensor. One that stays with what is trained is [`Variable::register_hook`]'s.
+    ///
+    /// [`Variable::register_hook`]: crate::Variable::register_hook
     pub fn register_hook(&self, hook: impl Fn(&Tensor) -> Option<Tensor> + Send + Sync + 'static) -> HookId {
-        static HOOKS: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
-        let id = HOOKS.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        let gradients = self.node.gradients.get_or_init(Arc::default);
-        gradients.hooks.lock().push((id, Arc::new(hook)));
-        HookId(id)
+        let id = HookId::new();
+        self.add_hook(id, Arc::new(hook));
+        id
+    }
+
+    pub(super) fn add_hook(&self, id: HookId, hook: Hook) {
+        self.node.gradients.get_or_init(Arc::default).hooks.lock().push((id.0, hook));
     }
 
     pub fn remove_hook(&self, id: HookId) {
