@@ -13,7 +13,7 @@ use crate::cpu::memory::CpuBuffer;
 #[cfg(feature = "cuda")]
 use crate::cuda::CudaBuffer;
 use crate::dtype::DType;
-use crate::error::{ErrorKind, caller};
+use crate::error::{ErrorKind, asked_operation, caller};
 use crate::shape::{Layout, Shape};
 use crate::train::Gradients;
 
@@ -29,6 +29,8 @@ pub(crate) struct Node {
     pub requires_grad: bool,
     /// Where the user asked for it.
     pub at: &'static Location<'static>,
+    /// The operation that errors name, if this is a part of one.
+    pub asked: Option<&'static str>,
     pub state: Mutex<NodeState>,
     /// Operations that have to be computed for it, one after the other; none once it is.
     pub depth: AtomicU32,
@@ -161,7 +163,8 @@ impl Node {
     ) -> Arc<Node> {
         let (id, at) = (NODES.fetch_add(1, Ordering::Relaxed), caller(at));
         let (state, depth, gradients) = (Mutex::new(state), AtomicU32::new(depth), OnceLock::new());
-        Arc::new(Node { id, shape, dtype, requires_grad, at, state, depth, gradients, is_asked: false })
+        let asked = asked_operation();
+        Arc::new(Node { id, shape, dtype, requires_grad, at, asked, state, depth, gradients, is_asked: false })
     }
 
     /// The same elements as another node, as something that gradients are asked for.
@@ -177,6 +180,7 @@ impl Node {
             dtype: of.dtype,
             requires_grad: true,
             at,
+            asked: asked_operation(),
             state,
             depth,
             gradients,

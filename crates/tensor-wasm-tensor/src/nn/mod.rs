@@ -48,6 +48,16 @@ pub trait Module: Send + Sync {
         self.variables().into_iter().map(|(_, variable)| variable).collect()
     }
 
+    /// Forgets the gradients of its variables: those that no optimizer used stay until somebody does.
+    fn zero_grad(&self) {
+        self.parameters().iter().for_each(Variable::zero_grad);
+    }
+
+    /// Whether it is trained, as it is at first: see [`Variable::set_requires_grad`].
+    fn set_requires_grad(&self, asks: bool) {
+        self.parameters().iter().for_each(|variable| variable.set_requires_grad(asks));
+    }
+
     /// Everything that makes it what it is, by name.
     fn state_dict(&self) -> Vec<(String, Tensor)> {
         let all = self.variables().into_iter().chain(self.buffers());

@@ -73,7 +73,7 @@ pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError
     let values = execute(&compiled, &snapshot);
     let values = values.map_err(|(node, what)| {
         let failed = &snapshot.nodes[node];
-        TensorError::new(failed.op.name(), what, failed.node.at)
+        TensorError::of_node(&failed.node, failed.op.name(), what)
     })?;
     for (output, value) in snapshot.outputs.iter().zip(values) {
         snapshot.nodes[*output].node.realize(value);

@@ -5,7 +5,7 @@ use std::panic::Location;
 
 use super::{Caller, Tensor};
 use crate::dtype::DType;
-use crate::error::{ErrorKind, TensorError, asked_at};
+use crate::error::{ErrorKind, TensorError, asked_as};
 use crate::graph::op::{FoldedAxis, Movement, ReduceOp};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
@@ -156,9 +156,13 @@ impl Tensor {
         let Convolution { rows, columns, groups } = options;
         let fits = groups > 0 && depth.checked_mul(groups) == Some(channels) && count.is_multiple_of(groups);
         if !fits {
-            let expected = format!("filters of {channels} / {groups} channels, in {groups} groups");
-            let what = ErrorKind::WrongShape { found: filters.shape().to_vec(), expected };
-            return Err(TensorError::new(operation, what, at));
+            let (images, shape) = (self.shape(), filters.shape());
+            let why = format!(
+                "images {images} have {channels} channels, and {count} filters {shape} of {depth} channels in {groups} groups need \
+                 {}",
+                depth.saturating_mul(groups)
+            );
+            return Err(TensorError::new(operation, ErrorKind::BadArgument { why }, at));
         }
         filters.same_numbers(self, operation, at)?;
         if matches!(self.dtype(), DType::F16 | DType::BF16) {
@@ -320,7 +324,7 @@ impl Tensor {
             let flat = index.reshape_to(shape_of(&[index.numel()], "embedding", at)?, at);
             Ok(self.index_select(0, &flat).reshape_to(shape_of(&sizes, "embedding", at)?, at))
         };
-        made().unwrap_or_else(Tensor::holding)
+        asked_as("embedding", at, made).unwrap_or_else(Tensor::holding)
     }
 
     /// Sets elements to zero with a probability, and makes up for it in the others.
@@ -383,14 +387,36 @@ impl Tensor {
     /// The mean of squared differences.
     #[track_caller]
     pub fn mse_loss(&self, target: &Tensor) -> Tensor {
-        (self - target).square().mean(())
+        let at = Location::caller();
+        let made = || {
+            self.same_shape(target, "mse_loss", at)?;
+            Ok((self - target).square().mean(()))
+        };
+        asked_as("mse_loss", at, made).unwrap_or_else(Tensor::holding)
+    }
+
+    /// Whether targets have the shape of what is judged by them: broadcast, each would be compared with each.
+    fn same_shape(&self, target: &Tensor, operation: &'static str, at: Caller) -> Result<(), TensorError> {
+        self.check()?;
+        target.check()?;
+        if self.shape() == target.shape() {
+            return Ok(());
+        }
+        let why =
+            format!("{} is compared with targets of shape {}; they must be the same", self.shape(), target.shape());
+        Err(TensorError::new(operation, ErrorKind::BadArgument { why }, at))
     }
 
     /// The mean of `-ln` of the probability of the truth, of logits; targets are 0 to 1.
     #[track_caller]
     pub fn binary_cross_entropy(&self, target: &Tensor) -> Tensor {
-        // ln(1 + e^x) - x·t, without overflow.
-        (self.softplus() - self * target).mean(())
+        let at = Location::caller();
+        let made = || {
+            self.same_shape(target, "binary_cross_entropy", at)?;
+            // ln(1 + e^x) - x·t, without overflow.
+            Ok((self.softplus() - self * target).mean(()))
+        };
+        asked_as("binary_cross_entropy", at, made).unwrap_or_else(Tensor::holding)
     }
 
     /// The mean of `-ln` of the probability of the right class, of logits `[batch, classes]`; targets are classes, i64.
@@ -399,7 +425,7 @@ impl Tensor {
         let at = Location::caller();
         let made = || {
             self.sizes::<2>("cross_entropy", "logits [batch, classes]", at)?;
-            target.sizes::<1>("cross_entropy", "targets [batch]", at)?;
+            target.sizes::<1>("cross_entropy", "a class for each row, targets [batch],", at)?;
             if target.dtype() != DType::I64 {
                 let what = ErrorKind::WrongDType { found: target.dtype(), takes: "classes as i64: use .cast()" };
                 return Err(TensorError::new("cross_entropy", what, at));
@@ -409,10 +435,13 @@ impl Tensor {
                 let why = format!("logits of {batch} examples, and targets of {count}");
                 return Err(TensorError::new("cross_entropy", ErrorKind::BadArgument { why }, at));
             }
-            let right = self.log_softmax(1).gather(1, &target.unsqueeze(1));
+            // Counted from the end, a class below zero would be one of the last: it is moved out of the range instead.
+            let classes = i64::try_from(self.shape()[1]).unwrap_or(i64::MAX);
+            let class = Tensor::choose(&target.lt(0), &(target - classes), target, at);
+            let right = self.log_softmax(1).gather(1, &class.unsqueeze(1));
             Ok(-right.mean(()))
         };
-        asked_at(at, made).unwrap_or_else(Tensor::holding)
+        asked_as("cross_entropy", at, made).unwrap_or_else(Tensor::holding)
     }
 
     /// Pieces of a size along an axis; the last may be smaller.

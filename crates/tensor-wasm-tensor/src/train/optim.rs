@@ -13,6 +13,9 @@ pub trait Optimizer {
     /// One step. Variables without a gradient stay as they are; gradients are forgotten.
     fn step(&mut self) -> Result<()>;
 
+    /// Forgets the gradients of its variables without a step.
+    fn zero_grad(&self);
+
     fn learning_rate(&self) -> f64;
 
     fn set_learning_rate(&mut self, rate: f64);
@@ -40,7 +43,13 @@ impl Memory {
 
     /// One step: `update` makes the new value and what is remembered from the old value, its gradient, and what was
     /// remembered.
+    #[track_caller]
     fn step(&mut self, update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> (Tensor, Vec<Tensor>)) -> Result<()> {
+        let at = Location::caller();
+        if self.variables.is_empty() {
+            let why = "there are no variables to train; a module of your own names its layers and variables in parts()";
+            return Err(TensorError::new("step", ErrorKind::BadArgument { why: why.to_owned() }, at));
+        }
         for (n, variable) in self.variables.iter().enumerate() {
             let value = variable.get();
             if let Some(gradient) = value.grad().filter(|gradient| gradient.shape() != value.shape()) {
@@ -113,6 +122,10 @@ macro_rules! optimizer {
                 self.memory.steps += 1;
                 // A step that failed was none.
                 step(self).inspect_err(|_| self.memory.steps -= 1)
+            }
+
+            fn zero_grad(&self) {
+                self.memory.variables.iter().for_each(Variable::zero_grad);
             }
 
             fn learning_rate(&self) -> f64 {
