@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockWriteGuard};
 
 use super::backward::{Hook, HookId};
 use crate::error::Result;
@@ -19,6 +19,48 @@ struct Trained {
     hooks: Vec<(HookId, Hook)>,
 }
 
+impl Trained {
+    #[track_caller]
+    fn set(&mut self, value: &Tensor) {
+        let new = value.detach().with_grad();
+        self.hooks.iter().for_each(|(id, hook)| new.add_hook(*id, hook.clone()));
+        self.tensor = new;
+    }
+}
+
+/// Variables that nobody else can look at or replace meanwhile. Each of them is held once, however often it is listed.
+pub(super) struct HeldVariables<'v> {
+    held: Vec<RwLockWriteGuard<'v, Trained>>,
+    /// Which of those each of the list is.
+    of: Vec<usize>,
+}
+
+impl<'v> HeldVariables<'v> {
+    pub(super) fn new(variables: &'v [Variable]) -> HeldVariables<'v> {
+        let address = |n: &usize| Arc::as_ptr(&variables[*n].0).addr();
+        let mut order: Vec<usize> = (0..variables.len()).collect();
+        // In one order everywhere: two optimizers that have some of them in common never wait for each other.
+        order.sort_by_key(address);
+        let (mut held, mut of) = (Vec::with_capacity(order.len()), vec![0; order.len()]);
+        for (at, n) in order.iter().enumerate() {
+            if at == 0 || !variables[*n].is(&variables[order[at - 1]]) {
+                held.push(variables[*n].0.write());
+            }
+            of[*n] = held.len() - 1;
+        }
+        HeldVariables { held, of }
+    }
+
+    pub(super) fn tensor(&self, variable: usize) -> &Tensor {
+        &self.held[self.of[variable]].tensor
+    }
+
+    #[track_caller]
+    pub(super) fn set(&mut self, variable: usize, value: &Tensor) {
+        self.held[self.of[variable]].set(value);
+    }
+}
+
 impl Variable {
     #[track_caller]
     pub fn new(value: &Tensor) -> Variable {
@@ -33,10 +75,7 @@ impl Variable {
     /// Replaces it. The gradient of the old one goes with it; hooks of the variable stay.
     #[track_caller]
     pub fn set(&self, value: &Tensor) {
-        let new = value.detach().with_grad();
-        let mut trained = self.0.write();
-        trained.hooks.iter().for_each(|(id, hook)| new.add_hook(*id, hook.clone()));
-        trained.tensor = new;
+        self.0.write().set(value);
     }
 
     /// As [`Tensor::register_hook`], for the tensor of this moment and for all that come after it.
