@@ -164,7 +164,8 @@ impl<T> Drop for RawElements<T> {
     }
 }
 
-// SAFETY: a buffer is written by its maker, who waits for the threads that help, and only read once others have it.
+// SAFETY: a buffer is written by its maker, who waits for the threads that help, and only read once others have it. It
+// is written again only when nobody has it any more (`Node::sole_storage`).
 unsafe impl Send for CpuBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for CpuBuffer {}
@@ -230,6 +231,11 @@ impl CpuBuffer {
             return CpuBuffer::of_slice(part);
         }
         Some(CpuBuffer { start, bytes: part.len(), owner: Owner::Other(Box::new(file.clone())) })
+    }
+
+    /// Whether its memory is this library's own, and not a file or something that somebody gave.
+    pub(crate) fn is_own(&self) -> bool {
+        matches!(self.owner, Owner::Cache { .. })
     }
 
     pub(crate) fn bytes(&self) -> usize {

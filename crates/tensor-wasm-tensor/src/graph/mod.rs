@@ -79,6 +79,15 @@ impl Storage {
         }
     }
 
+    /// Whether it is so many bytes of this library's own memory, on a CPU and nowhere else.
+    fn is_own(&self, bytes: usize) -> bool {
+        #[cfg(feature = "cuda")]
+        if self.cuda.lock().is_some() {
+            return false;
+        }
+        self.cpu.get().is_some_and(|buffer| buffer.is_own() && buffer.bytes() == bytes)
+    }
+
     /// On a CPU, if it is there.
     pub(crate) fn here(&self) -> Option<&CpuBuffer> {
         self.cpu.get()
@@ -190,6 +199,40 @@ impl Node {
 
     pub(crate) fn is_asked(&self) -> bool {
         self.is_asked
+    }
+
+    /// What its elements are in, if nobody can reach them but through the one reference that the caller has, and if they
+    /// may be overwritten. Nobody can reach them later either, as long as the caller gives nobody that reference.
+    pub(crate) fn sole_storage(node: &Arc<Node>) -> Option<Arc<Storage>> {
+        // The caller's, and this function's.
+        const REFERENCES: usize = 2;
+        let bytes = node.shape.numel() * node.dtype.size();
+        let (mut node, mut found) = (node.clone(), None::<Arc<Storage>>);
+        let mut holders = 1;
+        loop {
+            if Arc::strong_count(&node) != REFERENCES {
+                return None;
+            }
+            let state = node.state.lock();
+            if let Some(value) = &state.value {
+                let storage = found.get_or_insert_with(|| value.storage.clone());
+                if !Arc::ptr_eq(storage, &value.storage) || !value.layout.is_contiguous() {
+                    return None;
+                }
+                holders += 1;
+            }
+            // What is trained is a view of what was computed.
+            let of = match &state.recipe {
+                Some(Recipe { op: Op::Move(Movement::Reshape), inputs }) => inputs.first().cloned(),
+                _ => None,
+            };
+            drop(state);
+            match of {
+                Some(of) => node = of,
+                None => break,
+            }
+        }
+        found.filter(|storage| Arc::strong_count(storage) == holders && storage.is_own(bytes))
     }
 
     /// Takes in what it was computed to be, and lets go of what only its computing needed.

@@ -46,7 +46,7 @@ pub struct ExplainedKernel {
 }
 
 pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, TensorError> {
-    let snapshot = Snapshot::take(nodes, mode)?;
+    let snapshot = Snapshot::take(nodes, mode, &[])?;
     #[cfg(feature = "cuda")]
     let cuda = crate::device::gpu_for(&snapshot.leaves);
     let on_cpu = || format!("cpu, {} threads, {}", cpu::threads(), cpu::instructions());

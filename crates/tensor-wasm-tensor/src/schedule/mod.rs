@@ -21,7 +21,7 @@ use crate::cpu;
 use crate::cpu::single::{self, Single};
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::Op;
-use crate::graph::{Node, Recipe, Value};
+use crate::graph::{Node, Recipe, Storage, Value};
 
 /// Plans that are kept, those that were used last first.
 const PLANS_MAX: usize = 256;
@@ -59,13 +59,19 @@ pub enum Mode {
 
 /// Computes nodes, all of them in one plan.
 pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError> {
+    realize_over(nodes, mode, &[])
+}
+
+/// The same. Results may take the place of elements that are given up: those that the caller alone can reach (see
+/// [`Node::sole_storage`]), and does not look at again unless this fails.
+pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<(), TensorError> {
     if let ([node], Mode::Fused) = (nodes, mode)
         && let Some(value) = single(node)
     {
         node.realize(value);
         return Ok(());
     }
-    let snapshot = Snapshot::take(nodes, mode)?;
+    let snapshot = Snapshot::take(nodes, mode, given_up)?;
     if snapshot.outputs.is_empty() {
         return Ok(());
     }
@@ -154,6 +160,6 @@ fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
 }
 
 #[cfg(test)]
-pub(crate) fn plan_of(nodes: &[Arc<Node>], mode: Mode) -> Result<Plan, TensorError> {
-    Ok(Grouping::of(&Snapshot::take(nodes, mode)?, mode).plan())
+pub(crate) fn plan_of(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Plan, TensorError> {
+    Ok(Grouping::of(&Snapshot::take(nodes, mode, given_up)?, mode).plan())
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::{FoldedAxis, Movement, Op};
-use crate::graph::{Node, Value};
+use crate::graph::{Node, Storage, Value};
 use crate::shape::{Layout, Shape};
 
 use super::Mode;
@@ -16,6 +16,8 @@ pub(super) struct Snapshot {
     /// Inputs come before what is made of them.
     pub nodes: Vec<SnapshotNode>,
     pub leaves: Vec<Value>,
+    /// For each leaf whether its buffer may be overwritten, and then how many elements it has.
+    pub given_up: Vec<Option<usize>>,
     pub parameters: Vec<Parameter>,
     /// Nodes that have to be computed. Those that are there already are left out.
     pub outputs: Vec<usize>,
@@ -72,8 +74,9 @@ impl Hasher for IdHasher {
 type Found = (Arc<Node>, Op, Vec<u64>, Option<Value>);
 
 impl Snapshot {
-    /// Of nodes, to be computed in a mode, which is part of the key.
-    pub(super) fn take(asked: &[Arc<Node>], mode: Mode) -> Result<Snapshot, TensorError> {
+    /// Of nodes, to be computed in a mode, which is part of the key. Elements that are in `given_up` nobody wants to see
+    /// again.
+    pub(super) fn take(asked: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Snapshot, TensorError> {
         let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
         let missing: Vec<u64> = left.iter().map(|node| node.id).collect();
         let mut found: Vec<Found> = Vec::with_capacity(4);
@@ -101,6 +104,13 @@ impl Snapshot {
         let ids: Vec<u64> = found.iter().map(|(node, ..)| node.id).collect();
         let position = |id: &u64| ids.binary_search(id).ok();
         let (mut nodes, mut leaves, mut parameters) = (Vec::with_capacity(found.len()), Vec::new(), Vec::new());
+        let mut all_given_up = Vec::new();
+        let stored_as = |storage: &Arc<Storage>| {
+            let values = found.iter().filter_map(|(.., value)| value.as_ref());
+            values.filter(|value| Arc::ptr_eq(&value.storage, storage)).count()
+        };
+        // What two leaves are in is read by whoever reads either.
+        let given_up: Vec<&Arc<Storage>> = given_up.iter().filter(|storage| stored_as(storage) == 1).collect();
         let mut key = Vec::with_capacity(16 * found.len() + 1);
         key.push(u64::from(mode == Mode::Eager));
         for (node, op, inputs, value) in found {
@@ -112,13 +122,18 @@ impl Snapshot {
                 _ => leaves.len(),
             };
             write_key(&mut key, &node, &op, &inputs, value.as_ref(), is_output);
-            leaves.extend(value);
+            if let Some(value) = value {
+                let is_given_up = given_up.iter().any(|storage| Arc::ptr_eq(storage, &value.storage));
+                key.push(u64::from(is_given_up));
+                all_given_up.push(is_given_up.then(|| node.shape.numel()));
+                leaves.push(value);
+            }
             nodes.push(SnapshotNode { node, op, inputs, number });
         }
         let mut outputs: Vec<usize> = missing.iter().filter_map(position).collect();
         outputs.sort_unstable();
         outputs.dedup();
-        Ok(Snapshot { nodes, leaves, parameters, outputs, key })
+        Ok(Snapshot { nodes, leaves, given_up: all_given_up, parameters, outputs, key })
     }
 }
 

@@ -21,10 +21,8 @@ use crate::cpu::{memory_limit, used_bytes};
 use crate::device::{Device, with_device};
 use crate::dtype::{DType, Element};
 use crate::error::{ErrorKind, Result, TensorError};
-#[cfg(feature = "cuda")]
-use crate::graph::Storage;
 use crate::graph::op::Op;
-use crate::graph::{Node, Value};
+use crate::graph::{Node, Storage, Value};
 use crate::schedule::{self, Explanation, Mode};
 use crate::shape::{Layout, Shape};
 
@@ -95,6 +93,12 @@ impl Tensor {
     pub fn realize_in(tensors: &[&Tensor], mode: Mode) -> Result<()> {
         let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
         schedule::realize(&nodes, mode)
+    }
+
+    /// The same, where results may take the place of what is given up.
+    pub(crate) fn realize_over(tensors: &[&Tensor], given_up: &[Arc<Storage>]) -> Result<()> {
+        let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
+        schedule::realize_over(&nodes, Mode::Fused, given_up)
     }
 
     /// What computing it amounts to: kernels, bytes, operations, and what was not fused, and why not.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockWriteGuard};
 
 use super::backward::{Hook, HookId};
 use crate::error::Result;
@@ -22,9 +22,46 @@ struct Trained {
 }
 
 impl Trained {
-    fn replace(&mut self, value: Tensor) {
-        self.tensor = if self.asks { value.with_grad() } else { value };
-        self.hooks.iter().for_each(|(id, hook)| self.tensor.add_hook(*id, hook.clone()));
+    #[track_caller]
+    fn set(&mut self, value: &Tensor) {
+        self.tensor = value.detach();
+        if self.asks {
+            self.tensor = self.tensor.with_grad();
+            self.hooks.iter().for_each(|(id, hook)| self.tensor.add_hook(*id, hook.clone()));
+        }
+    }
+}
+
+/// Variables that nobody else can look at or replace meanwhile. Each of them is held once, however often it is listed.
+pub(super) struct HeldVariables<'v> {
+    held: Vec<RwLockWriteGuard<'v, Trained>>,
+    /// Which of those each of the list is.
+    of: Vec<usize>,
+}
+
+impl<'v> HeldVariables<'v> {
+    pub(super) fn new(variables: &'v [Variable]) -> HeldVariables<'v> {
+        let address = |n: &usize| Arc::as_ptr(&variables[*n].0).addr();
+        let mut order: Vec<usize> = (0..variables.len()).collect();
+        // In one order everywhere: two optimizers that have some of them in common never wait for each other.
+        order.sort_by_key(address);
+        let (mut held, mut of) = (Vec::with_capacity(order.len()), vec![0; order.len()]);
+        for (at, n) in order.iter().enumerate() {
+            if at == 0 || !variables[*n].is(&variables[order[at - 1]]) {
+                held.push(variables[*n].0.write());
+            }
+            of[*n] = held.len() - 1;
+        }
+        HeldVariables { held, of }
+    }
+
+    pub(super) fn tensor(&self, variable: usize) -> &Tensor {
+        &self.held[self.of[variable]].tensor
+    }
+
+    #[track_caller]
+    pub(super) fn set(&mut self, variable: usize, value: &Tensor) {
+        self.held[self.of[variable]].set(value);
     }
 }
 
@@ -48,8 +85,7 @@ impl Variable {
     /// Replaces it. The gradient of the old one goes with it; hooks of the variable stay.
     #[track_caller]
     pub fn set(&self, value: &Tensor) {
-        let mut trained = self.0.write();
-        trained.replace(value.detach());
+        self.0.write().set(value);
     }
 
     /// Whether gradients are asked for, as they are at first. A variable that is frozen is a constant: nothing is
@@ -58,8 +94,8 @@ impl Variable {
         let mut trained = self.0.write();
         if trained.asks != asks {
             trained.asks = asks;
-            let value = trained.tensor.detach();
-            trained.replace(value);
+            let value = trained.tensor.clone();
+            trained.set(&value);
         }
     }
 
