@@ -5,6 +5,8 @@
 
 mod operand;
 mod store;
+#[cfg(test)]
+mod tests;
 mod warpgroups;
 mod warps;
 

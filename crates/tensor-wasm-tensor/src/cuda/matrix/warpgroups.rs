@@ -46,8 +46,9 @@ const ATOM_BYTES: u32 = 8 * BLOCK_BYTES;
 const STORE: StoreShape = StoreShape { rows: FRAGMENT, columns: COLUMNS };
 const _: () = assert!(ITEMS / WARP * STORE.warp_bytes() <= STAGES * STAGE_BYTES);
 
-/// Tiles below which a device has more multiprocessors than work: smaller tiles are shared out better.
-const TILES_MIN: usize = 64;
+/// Tiles below which a device has more multiprocessors than work: smaller tiles are shared out better. Tests run them
+/// one by one.
+const TILES_MIN: usize = if cfg!(test) { 1 } else { 64 };
 
 /// Whether it is the quicker way for such a product.
 pub(super) fn pays(element: MatrixElement, rows: usize, columns: usize, batches: usize) -> bool {
