@@ -243,6 +243,8 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
             let (a, b) = (&inputs[0], &inputs[1]);
             vec![Some(g.matrix_product(&b.t(), at)), Some(a.t().matrix_product(g, at))]
         }
+        // As the composed one says.
+        Op::Attention { .. } => vec![None, None, None, Some(g.clone())],
         Op::Contract { .. } => {
             // Whatever one operand does not know, its gradient is summed over: a contraction again.
             let part = |own: &Tensor, other: &Tensor| {

@@ -206,6 +206,8 @@ fn evaluate(node: &Node, known: &mut HashMap<u64, Reference>) {
                     });
                     best.unwrap() as f64
                 }),
+                // The composed one.
+                Op::Attention { .. } => each(&|index| input(3).at(index)),
                 Op::Cumsum { axis, is_reverse } => each(&|index| {
                     let mut other = index.to_vec();
                     let range = if *is_reverse { index[*axis]..shape[*axis] } else { 0..index[*axis] + 1 };

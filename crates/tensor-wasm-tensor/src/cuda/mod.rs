@@ -1,17 +1,20 @@
 //! CUDA as a device. Fused kernels are built with the kernel compiler's own operations and compiled by it without a
 //! fence: every access is inside by how the kernel is made (`map/mod.rs`, `special.rs`, with `index.rs` and
-//! `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), and those of half
-//! precision as they are (`halves.rs`). A plan becomes a list of launches over one block of memory (`plan.rs`), sent
+//! `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), or else on tensor
+//! cores (`matrix.rs`, with `tile.rs`), and those of half precision as they are (`halves.rs`). A plan becomes a list of launches over one block of memory (`plan.rs`), sent
 //! together and replayed as a graph from its second run on (`execute.rs`).
 
+mod attention;
 pub(crate) mod execute;
 mod halves;
 mod index;
 mod map;
+mod matrix;
 mod numbers;
 pub(crate) mod plan;
 mod product;
 mod special;
+mod tile;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -21,11 +24,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{
-    Buffer, Completion, Device, DeviceChoice, DeviceError, OpenOptions, Stream, Tenant, TenantLimits,
+    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, Stream, Tenant, TenantLimits,
 };
+use tensor_wasm_jit::Target;
 
 use crate::cpu::memory::CpuBuffer;
 use crate::error::ErrorKind;
+use crate::graph::Node;
 
 /// Jobs that may wait for the device: whoever is ahead of it by more waits.
 const JOBS_MAX: usize = 1_024;
@@ -134,6 +139,13 @@ impl CudaDevice {
         format!("{}, {}", self.0.name, self.stream().device().info().name)
     }
 
+    /// What its kernels may use. Where it is a CPU they are emulated, which has no more shared
+    /// memory than every device.
+    fn target(&self) -> Target {
+        let info = self.stream().device().info();
+        if info.kind == DeviceKind::Cpu { Target::Ampere } else { Target::of(info.compute_capability) }
+    }
+
     /// Counts the workers that the device has had: what one had is gone with it.
     fn worker(&self) -> u32 {
         self.stream().device().restarts()
@@ -152,6 +164,13 @@ impl CudaDevice {
             }
         }
     }
+}
+
+/// Whether a device computes attention over queries, keys and values as one kernel.
+pub(crate) fn has_attention(device: &CudaDevice, operands: &[Arc<Node>]) -> bool {
+    let [queries, _, values] = operands else { return false };
+    let widths = [queries, values].map(|node| node.shape.last().copied().unwrap_or(0));
+    attention::is_possible(device.target(), queries.dtype, widths)
 }
 
 fn failed(error: &DeviceError) -> ErrorKind {

@@ -2,13 +2,15 @@
 //! plan are parts of one block, which they share as their lives allow.
 
 use tensor_wasm_gpu::{Grid, Kernel, Product, ProductElement, block_on};
+use tensor_wasm_jit::Target;
 
 use super::halves::HalvedPlan;
 use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program};
-use super::{CudaDevice, map, product, special};
+use super::{CudaDevice, map, matrix, product, special};
+use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::op::{BinaryOp, Op};
-use crate::schedule::plan::{BufferView, MapKernel, Plan, Source, Step, ValueKind};
+use crate::schedule::plan::{BufferView, MapKernel, Plan, Source, SpecialKernel, Step, ValueKind};
 
 /// Parts of a block begin at multiples of this.
 const ALIGN: u64 = 256;
@@ -64,7 +66,9 @@ impl CudaPlan {
             };
             let at_node = |what: ErrorKind| (step.node(), what);
             check_sizes(step).map_err(at_node)?;
-            steps.push(lower(step, by_library(device, &halved, n).ok()).map_err(at_node)?);
+            let by_library = by_library(device, &halved, n).ok();
+            let is_needed = is_product_needed(&halved, n);
+            steps.push(lower(step, by_library, is_needed, device.target()).map_err(at_node)?);
         }
         let places = Places::of(plan, &halved, &steps);
         let mut launches = Vec::new();
@@ -102,11 +106,18 @@ impl CudaPlan {
     }
 }
 
+/// Whether what a step computes, before what follows it, is read by anybody else.
+fn is_product_needed(plan: &HalvedPlan, step: usize) -> bool {
+    match &plan.steps[step] {
+        Some(Step::Special(kernel)) => plan.last_steps[kernel.slot] != Some(step),
+        Some(Step::Map(_)) | None => false,
+    }
+}
+
 /// A product as the device's library does it, if it has an algorithm for it, and room to work in; or why not.
 fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<LoweredKernel, String> {
     let Some(Step::Special(kernel)) = &plan.steps[step] else { return Err("it is fused".to_owned()) };
-    let is_product_needed = plan.last_steps[kernel.slot] != Some(step);
-    let lowered = product::of(kernel, is_product_needed).ok_or("a library has none of this type or layout")?;
+    let lowered = product::of(kernel, is_product_needed(plan, step)).ok_or("a library has none of this type or layout")?;
     let made = device.workspace().and_then(|_| load_program(device, &lowered.program));
     made.map(|_| lowered).map_err(|why| why.to_string())
 }
@@ -114,6 +125,9 @@ fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<Low
 /// By what a step that is a product is computed, for people.
 pub(crate) fn product_by(device: &CudaDevice, plan: &Plan, step: usize) -> String {
     let halved = HalvedPlan::of(plan);
+    if let Some(Step::Special(SpecialKernel { op: Op::Attention { .. }, dtype, .. })) = &halved.steps[step] {
+        return format!("own kernel on tensor cores in {dtype}, no score in memory");
+    }
     let dtype = match &halved.steps[step] {
         Some(Step::Special(kernel)) if kernel.dtype.size() == 2 => format!(" in {}", kernel.dtype),
         _ => String::new(),
@@ -127,14 +141,27 @@ pub(crate) fn product_by(device: &CudaDevice, plan: &Plan, step: usize) -> Strin
             }
             Program::Built(_) => "own kernel".to_owned(),
         },
-        Err(why) => format!("own kernel{dtype}: {why}"),
+        Err(why) => {
+            let Some(Step::Special(kernel)) = &halved.steps[step] else { return format!("own kernel: {why}") };
+            let is_tf32 = kernel.dtype == DType::F32 && super::is_tf32();
+            match matrix::lower(kernel, is_product_needed(&halved, step), device.target()) {
+                Ok(_) if is_tf32 => format!("own kernel on tensor cores in tf32: {why}"),
+                Ok(_) => format!("own kernel on tensor cores{dtype}: {why}"),
+                Err(no_cores) => format!("own kernel{dtype}: {why}; {no_cores}"),
+            }
+        }
     }
 }
 
-fn lower(step: &Step, by_library: Option<LoweredKernel>) -> Result<LoweredStep, ErrorKind> {
+fn lower(
+    step: &Step,
+    by_library: Option<LoweredKernel>,
+    is_product_needed: bool,
+    target: Target,
+) -> Result<LoweredStep, ErrorKind> {
     let bug = |error: tensor_wasm_jit::build::BuildError| ErrorKind::Bug { why: format!("a kernel: {error}") };
     match step {
-        Step::Map(kernel) => map::lower(kernel).map_err(bug),
+        Step::Map(kernel) => map::lower(kernel, target).map_err(bug),
         Step::Special(kernel) => {
             let mut is_all = false;
             let mut lowered = match by_library {
@@ -142,10 +169,16 @@ fn lower(step: &Step, by_library: Option<LoweredKernel>) -> Result<LoweredStep, 
                     is_all = matches!(&product.program, Program::Product(product) if product.has_bias);
                     LoweredStep { kernels: vec![product], scratch_bytes: Vec::new() }
                 }
-                None => special::lower(kernel).map_err(bug)?,
+                None => match matrix::lower(kernel, is_product_needed, target) {
+                    Ok(lowered) => {
+                        is_all = true;
+                        lowered.map_err(bug)?
+                    }
+                    Err(_) => special::lower(kernel).map_err(bug)?,
+                },
             };
             if let Some(after) = kernel.epilogue.as_ref().filter(|_| !is_all) {
-                let epilogue = map::lower(after).map_err(bug)?;
+                let epilogue = map::lower(after, target).map_err(bug)?;
                 let shift = lowered.scratch_bytes.len();
                 lowered.scratch_bytes.extend(epilogue.scratch_bytes);
                 lowered.kernels.extend(epilogue.kernels.into_iter().map(|kernel| kernel.with_scratch_from(shift)));
@@ -192,26 +225,28 @@ fn may_fail(step: &Step) -> bool {
     }
 }
 
-fn load_program(device: &CudaDevice, program: &Program) -> Result<Kernel, ErrorKind> {
+/// A kernel on the device, and how much shared memory its launches ask for.
+fn load_program(device: &CudaDevice, program: &Program) -> Result<(Kernel, u32), ErrorKind> {
     let refused = |why: String| ErrorKind::Bug { why: format!("a kernel was refused: {why}") };
-    let (image, entry) = match program {
+    let (image, entry, shared_bytes) = match program {
         Program::Built(built) => {
             let image = built.compile_trusted().map_err(|refusal| refused(refusal.to_string()))?;
-            (image.ptx.into_bytes(), image.entry)
+            (image.ptx.into_bytes(), image.entry, image.dynamic_shared_bytes)
         }
-        Program::Product(product) => (product.to_image(), Product::ENTRY.to_owned()),
+        Program::Product(product) => (product.to_image(), Product::ENTRY.to_owned(), 0),
     };
-    device.when_possible(|stream| {
+    let kernel = device.when_possible(|stream| {
         block_on(async {
             let module = stream.load(&image).await?;
             stream.kernel(&module, &entry).await
         })
-    })
+    })?;
+    Ok((kernel, shared_bytes))
 }
 
 fn load(device: &CudaDevice, lowered: &LoweredKernel, places: &Places, step: usize) -> Result<CudaLaunch, ErrorKind> {
-    let kernel = load_program(device, &lowered.program)?;
-    let grid = Grid { blocks: [lowered.groups, 1, 1], threads: [lowered.items, 1, 1], shared_bytes: 0 };
+    let (kernel, shared_bytes) = load_program(device, &lowered.program)?;
+    let grid = Grid { blocks: [lowered.groups, 1, 1], threads: [lowered.items, 1, 1], shared_bytes };
     let part = |source: &Source, from: u64| match source {
         Source::Leaf(leaf) => LaunchArgument::Leaf(*leaf, from),
         Source::Slot(slot) => match places.slots[*slot] {

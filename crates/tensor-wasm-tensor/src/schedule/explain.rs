@@ -125,6 +125,12 @@ fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> Strin
             let (count, inner) = (special.shape.numel() as u64, inner as u64);
             let own_flops = match special.op {
                 Op::Matmul => 2 * count * inner,
+                // Queries times keys, and what that gives times values.
+                Op::Attention { .. } => {
+                    let keys = special.inputs.get(1).map_or(0, |view| view.layout.shape.iter().rev().nth(1).copied().unwrap_or(0));
+                    let rows = special.shape.iter().rev().skip(1).product::<usize>() as u64;
+                    2 * (rows * inner + count) * keys as u64
+                }
                 Op::Contract { .. } => {
                     let both = special.inputs.iter().map(|view| view.layout.shape);
                     let both = both.reduce(|a, b| a.broadcast(&b).unwrap_or(a));
@@ -141,7 +147,7 @@ fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> Strin
                 written_bytes: step.writes().map(slot_bytes).sum(),
                 flops: own_flops + after.map_or(0, flops),
                 in_place: after.map_or(0, |map| map.in_place.iter().flatten().count()),
-                by: matches!(special.op, Op::Matmul).then(|| product_by(number, special.dtype)),
+                by: matches!(special.op, Op::Matmul | Op::Attention { .. }).then(|| product_by(number, special.dtype)),
             }
         }
     }

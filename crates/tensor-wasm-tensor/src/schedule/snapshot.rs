@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::{FoldedAxis, Movement, Op};
-use crate::graph::{Node, Storage, Value};
+use crate::graph::{Node, Recipe, Storage, Value};
 use crate::shape::{Layout, Shape};
 
 use super::Mode;
@@ -92,8 +92,9 @@ impl Snapshot {
                     if let Op::Failed(error) = &recipe.op {
                         return Err(error.clone());
                     }
-                    left.extend(recipe.inputs.iter().cloned());
-                    (recipe.op.clone(), recipe.inputs.iter().map(|input| input.id).collect(), None)
+                    let (op, inputs) = chosen(recipe);
+                    left.extend(inputs.iter().cloned());
+                    (op, inputs.iter().map(|input| input.id).collect(), None)
                 }
                 (None, None) => return Err(TensorError::new("realize", ErrorKind::GraphFreed, node.at)),
             };
@@ -137,6 +138,50 @@ impl Snapshot {
     }
 }
 
+/// How a node is computed: of what there is a kernel for on some devices only, that or what it is composed of.
+fn chosen(recipe: &Recipe) -> (Op, &[Arc<Node>]) {
+    match (&recipe.op, &recipe.inputs[..]) {
+        (Op::Attention { .. }, [operands @ .., composed]) => {
+            if is_one_kernel(operands) {
+                (recipe.op.clone(), operands)
+            } else {
+                (Op::Move(Movement::Reshape), std::slice::from_ref(composed))
+            }
+        }
+        (op, inputs) => (op.clone(), inputs),
+    }
+}
+
+/// Whether attention is computed on a GPU that can do it as one kernel.
+#[cfg(feature = "cuda")]
+fn is_one_kernel(operands: &[Arc<Node>]) -> bool {
+    let device = match crate::device() {
+        crate::Device::Cuda(device) => Some(device),
+        crate::Device::Cpu => gpu_of(operands),
+    };
+    device.is_some_and(|device| crate::cuda::has_attention(&device, operands))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn is_one_kernel(_: &[Arc<Node>]) -> bool {
+    false
+}
+
+/// A GPU that something is on which nodes are computed from.
+#[cfg(feature = "cuda")]
+fn gpu_of(nodes: &[Arc<Node>]) -> Option<crate::cuda::CudaDevice> {
+    let (mut left, mut seen) = (nodes.to_vec(), HashSet::new());
+    while let Some(node) = left.pop() {
+        let state = node.state.lock();
+        if let Some(device) = state.value.as_ref().and_then(|value| value.storage.cuda_device()) {
+            return Some(device);
+        }
+        let inputs = state.recipe.as_ref().filter(|_| state.value.is_none()).map(|recipe| recipe.inputs.clone());
+        left.extend(inputs.into_iter().flatten().filter(|input| seen.insert(input.id)));
+    }
+    None
+}
+
 fn add(parameters: &mut Vec<Parameter>, parameter: Parameter) -> usize {
     parameters.push(parameter);
     parameters.len() - 1
@@ -175,6 +220,7 @@ fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: 
         Op::Fold { before, .. } => (21, [u64::from(before.is_some()), 0, 0, 0, 0]),
         Op::Failed(_) => (22, [0; 5]),
         Op::Contract { summed } => (23, [summed.bits(), 0, 0, 0, 0]),
+        Op::Attention { is_causal } => (24, [u64::from(*is_causal), 0, 0, 0, 0]),
     };
     let flags = u64::from(is_output) << 16 | (node.dtype as u64) << 8 | code;
     key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);

@@ -6,7 +6,7 @@ use std::panic::Location;
 use super::{Caller, Tensor};
 use crate::dtype::DType;
 use crate::error::{ErrorKind, TensorError, asked_as};
-use crate::graph::op::{FoldedAxis, Movement, ReduceOp};
+use crate::graph::op::{FoldedAxis, Movement, Op, ReduceOp};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
 /// Rows and columns of windows that do not overlap and are computed side by side.
@@ -381,7 +381,29 @@ impl Tensor {
             let seen = column.le(row + behind);
             scores = Tensor::choose(&seen, &scores, &scores.scalar_like(f64::NEG_INFINITY, at), at);
         }
-        scores.softmax(-1).matrix_product(values, at)
+        let composed = scores.softmax(-1).matrix_product(values, at);
+        self.attention_kernel(keys, values, causal, composed, at)
+    }
+
+    /// Half precision without gradients may be one kernel; whether it is depends on the device that computes it. With
+    /// gradients it is composed: going backwards needs the softmax, which the kernel does not keep.
+    fn attention_kernel(&self, keys: &Tensor, values: &Tensor, causal: bool, composed: Tensor, at: Caller) -> Tensor {
+        let is_half = matches!(self.dtype(), DType::F16 | DType::BF16);
+        if !is_half || composed.check().is_err() || composed.requires_grad() || composed.numel() == 0 {
+            return composed;
+        }
+        let shape = composed.shape();
+        let heads = &shape[..shape.rank() - 2];
+        let whole = |tensor: &Tensor| {
+            let own = tensor.shape();
+            let all = Shape::new(&[heads, &own[own.rank() - 2..]].concat())?;
+            (all.numel() > 0).then(|| tensor.expand_to(all, at))
+        };
+        let (Some(queries), Some(keys), Some(values)) = (whole(self), whole(keys), whole(values)) else {
+            return composed;
+        };
+        let op = Op::Attention { is_causal: causal };
+        Tensor::make(op, &[&queries, &keys, &values, &composed], shape, self.dtype(), at)
     }
 
     /// The mean of squared differences.

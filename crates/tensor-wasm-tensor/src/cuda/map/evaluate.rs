@@ -4,7 +4,7 @@ use tensor_wasm_jit::build::{BinaryOp as B, BuildError, UnaryOp, Value, Variable
 use tensor_wasm_jit::{SUBGROUP, Ty};
 
 use super::super::index::{Indices, small, times};
-use super::super::numbers::{Built, Class, Numbers, Registers};
+use super::super::numbers::{Built, Class, Numbers, Registers, half_type};
 use super::memory::Places;
 use super::{Argument, DIVIDED_BY_ZERO, Emit, Frame, missing};
 use crate::graph::op::ReduceOp;
@@ -393,7 +393,13 @@ impl Emit<'_> {
             ValueKind::Unary(op, a) => {
                 let (op, class) = (*op, Class::of(dtype_of(*a)));
                 let lanes = self.lanes(*a, point.as_deref())?;
-                lanes.into_iter().map(|x| self.numbers().unary(op, class, x)).collect()
+                // Half precision cannot tell a power of two by the device's own instruction from the exact one.
+                let is_half = op == crate::graph::op::UnaryOp::Exp && half_type(value.dtype).is_some();
+                let mut compute = |x: Value| {
+                    let mut numbers = self.numbers();
+                    if is_half { numbers.exp_to_half(x) } else { numbers.unary(op, class, x) }
+                };
+                lanes.into_iter().map(&mut compute).collect()
             }
             ValueKind::Cast(a) => {
                 let (from, to) = (dtype_of(*a), value.dtype);
