@@ -14,6 +14,7 @@
 //! Building an expression cannot fail: an operation that makes no sense makes a tensor that holds the error, and
 //! reading anything that depends on it says what was wrong, with which shapes, and in which line.
 
+mod auto;
 mod autograd;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -46,7 +47,8 @@ pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
 pub use train::{
-    AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm, clip_grad_value,
+    AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm,
+    clip_grad_value,
 };
 
 /// The blocks of the guide are compiled and run.
