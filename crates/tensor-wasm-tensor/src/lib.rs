@@ -28,6 +28,7 @@ mod graph;
 pub mod io;
 pub mod nn;
 pub mod operations;
+mod precision;
 mod random;
 #[cfg(test)]
 mod reference;
@@ -43,11 +44,12 @@ pub use cuda::{CudaDevice, set_tf32};
 pub use device::{Device, device, set_device, with_device};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
+pub use precision::autocast;
 pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
 pub use train::{
-    AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm,
+    AdaGrad, Adam, AdamW, GradScaler, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm,
     clip_grad_value,
 };
 
