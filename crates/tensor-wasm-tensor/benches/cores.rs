@@ -67,7 +67,7 @@ fn measure(row: &Row, device: &Device) -> Result<bool> {
     }
     let synchronize = || match device {
         Device::Cuda(cuda) => cuda.synchronize(),
-        Device::Cpu => Ok(()),
+        Device::Cpu | Device::Auto => Ok(()),
     };
     for _ in 0..3 {
         (row.run)().realize()?;

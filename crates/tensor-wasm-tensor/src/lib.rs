@@ -14,6 +14,7 @@
 //! Building an expression cannot fail: an operation that makes no sense makes a tensor that holds the error, and
 //! reading anything that depends on it says what was wrong, with which shapes, and in which line.
 
+mod auto;
 mod autograd;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -27,6 +28,7 @@ mod graph;
 pub mod io;
 pub mod nn;
 pub mod operations;
+mod precision;
 mod random;
 #[cfg(test)]
 mod reference;
@@ -42,11 +44,13 @@ pub use cuda::{CudaDevice, set_tf32};
 pub use device::{Device, device, set_device, with_device};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
+pub use precision::autocast;
 pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
 pub use train::{
-    AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm, clip_grad_value,
+    AdaGrad, Adam, AdamW, GradScaler, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm,
+    clip_grad_value,
 };
 
 /// The blocks of the guide are compiled and run.

@@ -870,6 +870,7 @@ fn trained(
         epoch_steps: steps,
         schedule,
         norm_max: Some(1.0),
+        precision: DType::F32,
         is_shown: false,
     };
     let mut optimizer = Adam::new(&model.parameters(), rate);
@@ -953,7 +954,10 @@ fn examples_say_what_is_wrong_with_options_and_files() {
     assert!(matches!(parse("--steps 3 --help"), Ok(Parsed::Help)));
     assert!(command.usage().contains("--steps N              steps of training (7)"), "{}", command.usage());
     for (line, expected) in [
-        ("--step 3", "there is no option --step; there are --text, --steps, --seed, --out, --device and --help"),
+        (
+            "--step 3",
+            "there is no option --step; there are --text, --steps, --seed, --out, --precision, --device and --help",
+        ),
         ("--steps", "--steps needs a value: --steps N"),
         ("--steps many", "--steps takes a whole number, not \"many\""),
         ("--steps 0", "--steps is at least 1"),

@@ -91,7 +91,7 @@ impl Buffers<'_> {
 fn allocate(slot: &Slot) -> Result<Arc<Storage>, ErrorKind> {
     let bytes = slot.shape.numel() * slot.dtype.size();
     CpuBuffer::uninitialized(bytes)
-        .map(|buffer| Arc::new(Storage::of_cpu(buffer)))
+        .map(|buffer| Arc::new(Storage::of_cpu(buffer).computed()))
         .ok_or(ErrorKind::OutOfMemory { bytes })
 }
 

@@ -18,8 +18,8 @@ mod tile;
 #[cfg(test)]
 pub(crate) mod tests;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -51,6 +51,9 @@ fn is_tf32() -> bool {
     IS_TF32.load(Ordering::Relaxed)
 }
 
+/// Devices that are open, by their numbers: whoever opens one again shares it, and what lies on it.
+static OPENED: Mutex<Vec<(u32, Weak<Opened>)>> = Mutex::new(Vec::new());
+
 /// A GPU that tensors are computed on. Cloning shares it.
 #[derive(Clone)]
 pub struct CudaDevice(Arc<Opened>);
@@ -79,11 +82,20 @@ impl std::fmt::Debug for CudaDevice {
 impl CudaDevice {
     /// Opens a GPU by its number, with its worker as a thread of this process.
     pub(crate) fn open(number: u32) -> Result<CudaDevice, ErrorKind> {
+        // Held meanwhile: of two who ask at once, one opens it.
+        let mut opened = OPENED.lock();
+        opened.retain(|(_, device)| device.strong_count() > 0);
+        let known = opened.iter().find(|(own, _)| *own == number).and_then(|(_, device)| device.upgrade());
+        if let Some(known) = known {
+            return Ok(CudaDevice(known));
+        }
         let name = format!("cuda:{number}");
         let options = OpenOptions { choice: DeviceChoice::Cuda(number), ..OpenOptions::default() };
         let no_device = |why: String| ErrorKind::NoDevice { name: name.clone(), why };
         let device = Device::open(&options).map_err(|why| no_device(why.to_string()))?;
-        CudaDevice::of(device, &name)
+        let device = CudaDevice::of(device, &name)?;
+        opened.push((number, Arc::downgrade(&device.0)));
+        Ok(device)
     }
 
     /// A device that is open already, as a tenant of its own that may have all of its memory.
@@ -261,12 +273,27 @@ impl CudaBuffer {
         &self.device
     }
 
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Waits until its elements are computed.
+    pub(crate) fn wait(&self) -> Result<(), ErrorKind> {
+        self.pending.wait()
+    }
+
     /// Copies elements to the device.
     pub(crate) fn write(device: &CudaDevice, from: &CpuBuffer) -> Result<CudaBuffer, ErrorKind> {
         let made = CudaBuffer::new(device, from.bytes())?;
-        if made.bytes > 0 {
-            device.when_possible(|stream| stream.write_blocking(made.buffer.handle(), 0, from.as_bytes()))?;
+        if made.bytes == 0 {
+            return Ok(made);
         }
+        // A few bytes travel with their job, and nobody waits: the labels of a step, a token.
+        if made.bytes <= Stream::SMALL_BYTES_MAX {
+            let sent = device.when_possible(|stream| stream.write_small(made.buffer.handle(), 0, from.as_bytes()))?;
+            return Ok(CudaBuffer { pending: Pending::new(sent, Vec::new()), ..made });
+        }
+        device.when_possible(|stream| stream.write_blocking(made.buffer.handle(), 0, from.as_bytes()))?;
         Ok(made)
     }
 

@@ -68,14 +68,22 @@ pub(crate) struct Storage {
     cpu: OnceLock<CpuBuffer>,
     #[cfg(feature = "cuda")]
     cuda: Mutex<Option<Arc<CudaBuffer>>>,
+    /// Whether a plan made them, and not somebody who has them on that device.
+    #[cfg(feature = "cuda")]
+    is_computed: bool,
 }
 
 impl Storage {
     pub(crate) fn of_cpu(buffer: CpuBuffer) -> Storage {
+        Storage { cpu: OnceLock::from(buffer), ..Storage::default() }
+    }
+
+    /// The same, as what a plan made.
+    pub(crate) fn computed(self) -> Storage {
         Storage {
-            cpu: OnceLock::from(buffer),
             #[cfg(feature = "cuda")]
-            cuda: Mutex::default(),
+            is_computed: true,
+            ..self
         }
     }
 
@@ -110,6 +118,28 @@ impl Storage {
 impl Storage {
     pub(crate) fn of_cuda(buffer: Arc<CudaBuffer>) -> Storage {
         Storage { cuda: Mutex::new(Some(buffer)), ..Storage::default() }
+    }
+
+    pub(crate) fn is_computed(&self) -> bool {
+        self.is_computed
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        match self.cpu.get() {
+            Some(buffer) => buffer.bytes(),
+            None => self.cuda.lock().as_ref().map_or(0, |buffer| buffer.bytes()),
+        }
+    }
+
+    /// Whether it is on a device, perhaps among others.
+    pub(crate) fn is_on(&self, device: &crate::cuda::CudaDevice) -> bool {
+        self.cuda.lock().as_ref().is_some_and(|buffer| buffer.is_there() && buffer.device() == device)
+    }
+
+    /// Waits until it is computed.
+    pub(crate) fn wait(&self) -> Result<(), ErrorKind> {
+        let buffer = self.cuda.lock().clone();
+        buffer.map_or(Ok(()), |buffer| buffer.wait())
     }
 
     /// The CUDA device that it is on, if it is nowhere else.

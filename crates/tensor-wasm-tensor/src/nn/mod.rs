@@ -1,11 +1,13 @@
 //! Modules: functions of tensors with variables of their own, which have names.
 
+mod cache;
 mod layers;
 mod recurrent;
 mod schedule;
 
 use std::panic::Location;
 
+pub use cache::KvCache;
 pub use layers::{BatchNorm, Conv2d, Dropout, Embedding, LayerNorm, Linear, RmsNorm, Sequential, function};
 pub use recurrent::{Gru, Lstm};
 pub use schedule::Schedule;

@@ -13,6 +13,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 pub(crate) use self::explain::explain;
+#[cfg(feature = "cuda")]
+pub(crate) use self::explain::explained_kernels;
 pub use self::explain::{ExplainedKernel, Explanation};
 use self::group::Grouping;
 use self::plan::Plan;
@@ -46,6 +48,26 @@ pub(crate) struct CompiledPlan {
     pub kernels: OnceLock<cpu::execute::CpuKernels>,
     #[cfg(feature = "cuda")]
     pub cuda: crate::cuda::execute::CudaKernels,
+    /// What it has to do, and where and how fast it was done: what the device `auto` decides by.
+    #[cfg(feature = "cuda")]
+    pub work: OnceLock<crate::auto::cost::Work>,
+    #[cfg(feature = "cuda")]
+    pub history: Mutex<crate::auto::history::History>,
+}
+
+impl CompiledPlan {
+    fn new(plan: Plan) -> CompiledPlan {
+        CompiledPlan {
+            plan,
+            kernels: OnceLock::new(),
+            #[cfg(feature = "cuda")]
+            cuda: crate::cuda::execute::CudaKernels::default(),
+            #[cfg(feature = "cuda")]
+            work: OnceLock::new(),
+            #[cfg(feature = "cuda")]
+            history: Mutex::default(),
+        }
+    }
 }
 
 /// Whether operations are fused.
@@ -90,6 +112,10 @@ pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Stor
 /// Runs a plan where it is to run.
 fn execute(compiled: &CompiledPlan, snapshot: &Snapshot) -> Result<Vec<Value>, (usize, ErrorKind)> {
     #[cfg(feature = "cuda")]
+    if crate::device() == crate::Device::Auto {
+        return crate::auto::execute(compiled, &snapshot.leaves, &snapshot.parameters);
+    }
+    #[cfg(feature = "cuda")]
     if let Some(device) = crate::device::gpu_for(&snapshot.leaves) {
         let CompiledPlan { plan, cuda, .. } = compiled;
         return crate::cuda::execute::execute(&device, plan, cuda, &snapshot.leaves, &snapshot.parameters);
@@ -129,9 +155,9 @@ pub(crate) fn give_back() {
     kept.iter().for_each(|plan| plan.cuda.give_back());
 }
 
-/// Whether there is a plan for it.
-fn is_planned(snapshot: &Snapshot) -> bool {
-    PLANS.lock().iter().any(|(known, _)| **known == *snapshot.key)
+/// The plan that is there for it, if there is one.
+fn planned(snapshot: &Snapshot) -> Option<Arc<CompiledPlan>> {
+    PLANS.lock().iter().find(|(known, _)| **known == *snapshot.key).map(|(_, plan)| plan.clone())
 }
 
 fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
@@ -147,12 +173,7 @@ fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
     }
     MADE.set(MADE.get() + 1);
     let plan = Grouping::of(snapshot, mode).plan();
-    let compiled = Arc::new(CompiledPlan {
-        plan,
-        kernels: OnceLock::new(),
-        #[cfg(feature = "cuda")]
-        cuda: crate::cuda::execute::CudaKernels::default(),
-    });
+    let compiled = Arc::new(CompiledPlan::new(plan));
     let mut plans = PLANS.lock();
     plans.truncate(PLANS_MAX - 1);
     plans.insert(0, (key.into(), compiled.clone()));

@@ -158,6 +158,8 @@ fn is_one_kernel(operands: &[Arc<Node>]) -> bool {
     let device = match crate::device() {
         crate::Device::Cuda(device) => Some(device),
         crate::Device::Cpu => gpu_of(operands),
+        // Where the plan will run is decided later, and may be a CPU.
+        crate::Device::Auto => None,
     };
     device.is_some_and(|device| crate::cuda::has_attention(&device, operands))
 }

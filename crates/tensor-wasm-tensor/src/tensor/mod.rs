@@ -123,6 +123,8 @@ impl Tensor {
         };
         let storage = match device {
             Device::Cpu => value.storage.cpu().map(|_| value.storage.clone()),
+            // Where it is, there is nothing to choose.
+            Device::Auto => Ok(value.storage.clone()),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => value.storage.cuda(device).map(|buffer| Arc::new(Storage::of_cuda(buffer))),
         };

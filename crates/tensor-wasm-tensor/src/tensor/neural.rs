@@ -7,6 +7,7 @@ use super::{Caller, Tensor};
 use crate::dtype::DType;
 use crate::error::{ErrorKind, TensorError, asked_as};
 use crate::graph::op::{FoldedAxis, Movement, Op, ReduceOp};
+use crate::precision::product;
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
 /// Rows and columns of windows that do not overlap and are computed side by side.
@@ -180,7 +181,7 @@ impl Tensor {
         let windows = windows.reshape_to(of(&[batch, groups, depth, height, width, 1, high, wide])?, at);
         let matrix = filters.reshape_to(of(&[groups, count / groups, depth * height * width])?, at).t();
         let matrix = matrix.reshape_to(of(&[1, groups, depth, height, width, count / groups, 1, 1])?, at);
-        let product = matrix.contract(&windows, AxisSet::of([2, 3, 4]), at);
+        let product = product([&matrix, &windows], at, |[a, b]| a.contract(b, AxisSet::of([2, 3, 4]), at));
         product.check()?;
         Ok(product.reshape_to(of(&[batch, count, high, wide])?, at))
     }
@@ -245,7 +246,7 @@ impl Tensor {
             let images = self.reshape_to(of(&[batch, groups, 1, 1, 1, each, high, wide])?, at);
             let matrix = filters.reshape_to(of(&[groups, each, depth * height * width])?, at).t();
             let matrix = matrix.reshape_to(of(&[1, groups, depth, height, width, each, 1, 1])?, at);
-            let patches = matrix.contract(&images, AxisSet::of([5]), at);
+            let patches = product([&matrix, &images], at, |[a, b]| a.contract(b, AxisSet::of([5]), at));
             patches.check()?;
             let patches = patches.reshape_to(of(&[batch, groups * depth, height, width, high, wide])?, at);
             let order = of(&[batch, groups * depth, high, wide, height, width])?;
@@ -371,7 +372,7 @@ impl Tensor {
             return Tensor::failed("attention", ErrorKind::WrongShape { found: found.to_vec(), expected }, at);
         }
         let scale = 1.0 / (self.shape()[rank - 1] as f64).sqrt();
-        let mut scores = self.matrix_product(&keys.t(), at) * scale;
+        let mut scores = product([self, &keys.t()], at, |[a, b]| a.matrix_product(b, at)) * scale;
         if causal {
             let (queries, count) = (self.shape()[rank - 2], keys.shape()[other - 2]);
             let column = Tensor::arange(0, i64::try_from(count).unwrap_or(i64::MAX), 1, DType::I64);
@@ -381,7 +382,7 @@ impl Tensor {
             let seen = column.le(row + behind);
             scores = Tensor::choose(&seen, &scores, &scores.scalar_like(f64::NEG_INFINITY, at), at);
         }
-        let composed = scores.softmax(-1).matrix_product(values, at);
+        let composed = product([&scores.softmax(-1), values], at, |[a, b]| a.matrix_product(b, at));
         self.attention_kernel(keys, values, causal, composed, at)
     }
 

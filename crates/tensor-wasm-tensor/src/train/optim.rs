@@ -15,8 +15,17 @@ pub trait Optimizer {
     /// One step. Variables without a gradient stay as they are; gradients are forgotten.
     fn step(&mut self) -> Result<()>;
 
+    /// One step where a single truth is so, and none where it is not: then everything stays as it is, but for the count
+    /// of steps, by which [`Adam`] corrects its means. Where that is decided on a device, nobody waits for it.
+    fn step_if(&mut self, is_taken: &Tensor) -> Result<()>;
+
+    /// What it makes better.
+    fn variables(&self) -> &[Variable];
+
     /// Forgets the gradients of its variables without a step.
-    fn zero_grad(&self);
+    fn zero_grad(&self) {
+        self.variables().iter().for_each(Variable::zero_grad);
+    }
 
     fn learning_rate(&self) -> f64;
 
@@ -36,11 +45,13 @@ struct Memory {
     /// For each variable, as many as there are names, once it was stepped.
     kept: Vec<Option<Vec<Tensor>>>,
     steps: i64,
+    /// Whether the step that is being made is taken; always if nobody says.
+    is_taken: Option<Tensor>,
 }
 
 impl Memory {
     fn new(variables: &[Variable], names: &'static [&'static str]) -> Memory {
-        Memory { variables: variables.to_vec(), names, kept: vec![None; variables.len()], steps: 0 }
+        Memory { variables: variables.to_vec(), names, kept: vec![None; variables.len()], steps: 0, is_taken: None }
     }
 
     /// One step: `update` makes the new value and what is remembered from the old value, its gradient, and what was
@@ -75,8 +86,13 @@ impl Memory {
                 let Some(gradient) = value.grad() else { continue };
                 let zeros = || self.names.iter().map(|_| Tensor::zeros(&value.shape(), value.dtype())).collect();
                 let kept = self.kept[n].clone().unwrap_or_else(zeros);
-                let (new, kept) = update(&value.detach(), &gradient, &kept);
-                made.push((n, new, kept));
+                let (mut new, mut next) = update(&value.detach(), &gradient, &kept);
+                if let Some(is_taken) = &self.is_taken {
+                    new = is_taken.where_(&new, value.detach());
+                    let both = next.iter().zip(&kept);
+                    next = both.map(|(next, kept)| is_taken.where_(next, kept)).collect();
+                }
+                made.push((n, new, next));
             }
         });
         let all: Vec<&Tensor> = made.iter().flat_map(|(_, new, kept)| kept.iter().chain([new])).collect();
@@ -134,8 +150,15 @@ macro_rules! optimizer {
                 step(self).inspect_err(|_| self.memory.steps -= 1)
             }
 
-            fn zero_grad(&self) {
-                self.memory.variables.iter().for_each(Variable::zero_grad);
+            fn step_if(&mut self, is_taken: &Tensor) -> Result<()> {
+                self.memory.is_taken = Some(is_taken.clone());
+                let stepped = self.step();
+                self.memory.is_taken = None;
+                stepped
+            }
+
+            fn variables(&self) -> &[Variable] {
+                &self.memory.variables
             }
 
             fn learning_rate(&self) -> f64 {
