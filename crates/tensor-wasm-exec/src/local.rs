@@ -258,6 +258,7 @@ impl LocalRun {
                 logs: Arc::default(),
                 kernels: SetOnce::new(),
                 pinned: Arc::default(),
+                models: OnceLock::new(),
             }),
             arrived: Instant::now(),
             queued: Duration::ZERO,

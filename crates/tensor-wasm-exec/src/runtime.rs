@@ -27,6 +27,7 @@ use crate::guest::signature::{self, ExportSignature};
 use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
+use crate::models::Models;
 use tensor_wasm_launch::{Kernels, Opener};
 
 /// How much nicer background threads are than serving ones: about a tenth of the CPU when both want all of it.
@@ -155,6 +156,7 @@ impl Runtime {
                 logs,
                 kernels: SetOnce::new(),
                 pinned: engines.pinned.clone(),
+                models: OnceLock::new(),
             }),
             metrics,
             config,
@@ -196,6 +198,11 @@ impl Runtime {
     /// Tells functions that want a device that there is none.
     pub fn without_device(&self, why: &str) {
         let _ = self.surroundings.kernels.set(Err(format!("there is no device: {why}")));
+    }
+
+    /// Gives functions their models. The first ones given stay.
+    pub fn attach_models(&self, models: Arc<dyn Models>) {
+        let _ = self.surroundings.models.set(models);
     }
 
     pub fn device(&self) -> Option<&Device> {

@@ -151,7 +151,7 @@ impl From<SettingsRequest> for SettingsPatch {
 
 impl From<&Settings> for SettingsView {
     fn from(settings: &Settings) -> SettingsView {
-        let Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = settings.clone();
+        let Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory, models: _ } = settings.clone();
         let memory = (memory == MemoryKind::Pinned).then_some(MemoryView::Pinned);
         SettingsView { reuse, public, deadline_ms, memory_bytes, env, gpu, memory }
     }

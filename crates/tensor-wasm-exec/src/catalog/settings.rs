@@ -3,7 +3,7 @@
 //! Settings belong to a revision: its id is a hash over the bytes and these. A deploy says only what changes (a
 //! [`SettingsPatch`]); everything else stays as the serving revision has it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -52,6 +52,9 @@ pub struct Settings {
     /// Where its linear memory comes from.
     #[serde(skip_serializing_if = "MemoryKind::is_pooled")]
     pub memory: MemoryKind,
+    /// Models that it may open, by name.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub models: BTreeSet<String>,
     /// Environment variables of the guest.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
@@ -91,6 +94,7 @@ impl SettingsPatch {
             memory: self.memory.unwrap_or(serving.memory),
             deadline_ms: self.deadline_ms.unwrap_or(serving.deadline_ms),
             memory_bytes: self.memory_bytes.unwrap_or(serving.memory_bytes),
+            models: serving.models.clone(),
             env,
         }
     }

@@ -2,7 +2,7 @@
 //! that takes part in the call, because counting a dozen references for each of a dozen parts took longer than the
 //! parts themselves.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -20,6 +20,7 @@ use crate::function_metrics::FunctionSeries;
 use crate::invoke::Usage;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
+use crate::models::Models;
 use tensor_wasm_launch::Kernels;
 
 /// What all calls of a runtime share and their guests may reach. Not the pool: kept instances hold their last call, so
@@ -34,6 +35,8 @@ pub(crate) struct Surroundings {
     /// Kernels on the device, once it is open, or why there is none.
     pub kernels: SetOnce<Result<Arc<Kernels>, String>>,
     pub pinned: Arc<PinnedMemories>,
+    /// Models that functions open, once there is somebody who keeps them.
+    pub models: OnceLock<Arc<dyn Models>>,
 }
 
 pub(crate) struct RunningCall {
