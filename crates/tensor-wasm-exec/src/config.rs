@@ -96,14 +96,19 @@ section! {
     pub header_read_ms_max: u64 = 10_000;
     /// A request body may pause no longer than this between two pieces.
     pub body_idle_ms_max: u64 = 30_000;
-    /// A request body that is collected (all but those streamed to a guest; a deploy's too) must be whole within this.
+    /// A request body that is collected (all but those streamed to a guest; a deploy's and a model's too) must be whole within this.
     pub body_ms_max: u64 = 300_000;
-    /// Request bodies other than a deploy's.
+    /// Request bodies other than a deploy's or a model's.
     pub body_bytes_max: usize = 16 * MIB;
     /// Request bodies held in memory at once, all tenants together.
     pub bodies_bytes_max: usize = 2048 * MIB, positive;
-    /// Disk that modules being uploaded take, all tenants together.
+    /// Disk that modules and models being uploaded take, all tenants together.
     pub uploads_bytes_max: usize = 4096 * MIB;
+    /// Memory of all models that are loaded, all tenants together.
+    pub models_loaded_bytes_max: u64 = 16 * GIB;
+    /// Memory of loaded models that no instance uses at the moment, all tenants together; beyond it those used least
+    /// recently are dropped, and read again when they are opened.
+    pub models_idle_bytes_max: u64 = GIB;
     /// How long a shutdown waits for running calls.
     pub drain_ms_max: u64 = 30_000;
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
@@ -203,6 +208,14 @@ section! {
     pub module_bytes_max: usize = 64 * MIB;
     /// Disk that the tenant's uploads take before they are deployed; one of any allowed size may always run.
     pub uploads_bytes_max: usize = 512 * MIB;
+    /// Size of one model. They are streamed to disk.
+    pub model_bytes_max: usize = 4096 * MIB;
+    /// Models kept.
+    pub models_max: usize = 64;
+    /// Disk that the tenant's models take.
+    pub models_bytes_max: u64 = 16 * GIB;
+    /// Memory of the tenant's models that are loaded: each is there once, however many instances use it.
+    pub models_loaded_bytes_max: u64 = 8 * GIB;
     /// Secrets of all the tenant's functions together.
     pub secrets_max: usize = 256;
     /// Size of one secret's value. They are copied into each instance that reads its environment.

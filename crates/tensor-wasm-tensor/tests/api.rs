@@ -953,7 +953,10 @@ fn examples_say_what_is_wrong_with_options_and_files() {
     assert!(matches!(parse("--steps 3 --help"), Ok(Parsed::Help)));
     assert!(command.usage().contains("--steps N              steps of training (7)"), "{}", command.usage());
     for (line, expected) in [
-        ("--step 3", "there is no option --step; there are --text, --steps, --seed, --out, --device and --help"),
+        (
+            "--step 3",
+            "there is no option --step; there are --text, --steps, --seed, --out, --save, --save-dtype, --device and --help",
+        ),
         ("--steps", "--steps needs a value: --steps N"),
         ("--steps many", "--steps takes a whole number, not \"many\""),
         ("--steps 0", "--steps is at least 1"),

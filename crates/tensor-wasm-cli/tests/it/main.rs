@@ -19,6 +19,8 @@ mod client;
 mod deploy;
 mod device;
 mod durability;
+#[path = "../../../tensor-wasm-tensor/examples/support/mod.rs"]
+mod examples;
 mod gpu;
 mod hostile;
 mod http;
@@ -26,6 +28,7 @@ mod invoke;
 mod jobs;
 mod kernel;
 mod lifetime;
+mod models;
 mod readme;
 mod run;
 mod secrets;

@@ -2,8 +2,8 @@
 //! that takes part in the call, because counting a dozen references for each of a dozen parts took longer than the
 //! parts themselves.
 
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
