@@ -26,6 +26,7 @@ pub struct Metrics {
     pub quarantined: Counter,
     pub log_bytes_dropped: Counter,
     pub streaming_chunks_emitted: Counter,
+    pub tensor_plans: Counter,
 }
 
 impl Default for Metrics {
@@ -51,6 +52,7 @@ impl Metrics {
             quarantined: Counter::default(),
             log_bytes_dropped: Counter::default(),
             streaming_chunks_emitted: Counter::default(),
+            tensor_plans: Counter::default(),
         }
     }
 
@@ -73,6 +75,7 @@ impl Metrics {
             ("artifact_loads", "Compiled artifacts mapped", &self.artifact_loads),
             ("quarantined", "Files and records set aside as damaged", &self.quarantined),
             ("log_bytes_dropped", "Guest output beyond the log limit", &self.log_bytes_dropped),
+            ("tensor_plans", "Plans of guests' tensors that were to run", &self.tensor_plans),
             ("streaming_chunks_emitted", "Chunks sent by invoke-stream", &self.streaming_chunks_emitted),
         ];
         for (name, help, counter) in counters {

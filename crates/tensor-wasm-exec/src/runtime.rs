@@ -24,6 +24,7 @@ use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
 use crate::guest::signature::{self, ExportSignature};
+use crate::guest::tensor::plan::PlanLines;
 use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
@@ -156,6 +157,7 @@ impl Runtime {
                 logs,
                 kernels: SetOnce::new(),
                 pinned: engines.pinned.clone(),
+                plans: PlanLines::new(config.server.tensor_plans_max),
                 models: OnceLock::new(),
             }),
             metrics,
@@ -203,6 +205,11 @@ impl Runtime {
     /// Gives functions their models. The first ones given stay.
     pub fn attach_models(&self, models: Arc<dyn Models>) {
         let _ = self.surroundings.models.set(models);
+    }
+
+    /// Plans of guests' tensors that are computed now, and that wait.
+    pub fn tensor_plans(&self) -> (usize, usize) {
+        self.surroundings.plans.depth()
     }
 
     pub fn device(&self) -> Option<&Device> {

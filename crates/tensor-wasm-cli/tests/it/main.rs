@@ -33,3 +33,4 @@ mod shutdown;
 mod support;
 mod telemetry;
 mod tensor;
+mod tensors;

@@ -236,7 +236,7 @@ fn tensor_of(
         if let Some(n) = copy.iter().position(|byte| *byte > 1) {
             return Err(format!("element {n} is the byte {}, and a bool is 0 or 1", copy[n]).into());
         }
-        return finish(CpuBuffer::of_vec(copy), dtype, shape, order, at);
+        return finish(CpuBuffer::of_vec(copy).ok_or(Why::Memory { bytes })?, dtype, shape, order, at);
     }
     let buffer = CpuBuffer::of_file(file, span, dtype).ok_or(Why::Memory { bytes })?;
     finish(buffer, dtype, shape, order, at)
