@@ -23,6 +23,9 @@ pub const SLOT_MEMORY_BYTES: u64 = 4 * GIB;
 /// A launch that takes much longer would look to the device's keeper as if the device hung.
 pub(crate) const GPU_KERNEL_MS_MAX: u64 = 50_000;
 
+/// Handles that an instance has besides its tensors must have room too: `HANDLES_MAX` of `guest/state.rs`.
+const TENSORS_MAX: usize = 9_000;
+
 /// Makes a section of the file from its table of keys. `pub key: Type = default, check;` is a row; the check may be
 /// left out. With `overridden by`, every key may also be set for one tenant.
 macro_rules! section {
@@ -122,6 +125,8 @@ section! {
     pub domain: Option<String> = None;
     /// Web pages that may call the API besides its own: `https://console.example.com`.
     pub allowed_origins: Vec<String> = Vec::new();
+    /// Plans of functions' tensors that are computed on the CPU at once; 0: one for each core.
+    pub tensor_plans_max: usize = 0;
     /// Functions with metrics of their own; the rest are counted together, as `other`.
     pub metrics_functions_max: usize = 1_000;
     /// `GET /functions/{f}/logs?follow=true` open at once, per tenant.
@@ -233,6 +238,15 @@ section! {
     /// What a component hands the host in one call, an export's result among it, as it lies in the host's memory: some
     /// 40 bytes for each value. A `list<u8>` that an octet-stream call returns has `output_bytes_max` instead.
     pub hostcall_bytes_max: usize = 64 * MIB, positive;
+    /// Memory of all the tenant's tensors together, as far as they are on the CPU.
+    pub tensor_memory_bytes_max: u64 = GIB;
+    /// Tensors that one instance holds.
+    pub tensors_max: usize = 8_192, tensors;
+    /// Nodes of the graphs that one instance builds, computed or not; a tensor is at least one. Planning a graph of so
+    /// many takes up to a second, and 64 MiB.
+    pub tensor_nodes_max: usize = 32_768, positive;
+    /// Elements of one tensor.
+    pub tensor_elements_max: u64 = 1 << 31, positive;
     /// Memory on the device; 0: the tenant may not use it.
     pub gpu_memory_bytes_max: u64 = GIB;
     /// Time one launch of a kernel may take.
@@ -261,6 +275,11 @@ fn fits_slot(bytes: &u64) -> Result<(), String> {
         return Err(format!("is {bytes}, more than a 32-bit guest can have ({SLOT_MEMORY_BYTES})"));
     }
     Ok(())
+}
+
+fn tensors(count: &usize) -> Result<(), String> {
+    positive(count)?;
+    if *count > TENSORS_MAX { Err(format!("must be at most {TENSORS_MAX}")) } else { Ok(()) }
 }
 
 fn kernel_ms(ms: &u64) -> Result<(), String> {

@@ -30,6 +30,7 @@ pub struct Metrics {
     pub quarantined: Counter,
     pub log_bytes_dropped: Counter,
     pub streaming_chunks_emitted: Counter,
+    pub tensor_plans: Counter,
 }
 
 impl Default for Metrics {
@@ -58,6 +59,7 @@ impl Metrics {
             quarantined: Counter::default(),
             log_bytes_dropped: Counter::default(),
             streaming_chunks_emitted: Counter::default(),
+            tensor_plans: Counter::default(),
         }
     }
 
@@ -83,6 +85,7 @@ impl Metrics {
             ("model_loads", "Models read from disk", &self.model_loads),
             ("quarantined", "Files and records set aside as damaged", &self.quarantined),
             ("log_bytes_dropped", "Guest output beyond the log limit", &self.log_bytes_dropped),
+            ("tensor_plans", "Plans of guests' tensors that were to run", &self.tensor_plans),
             ("streaming_chunks_emitted", "Chunks sent by invoke-stream", &self.streaming_chunks_emitted),
         ];
         for (name, help, counter) in counters {

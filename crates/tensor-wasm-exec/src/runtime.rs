@@ -25,6 +25,7 @@ use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
 use crate::guest::signature::{self, ExportSignature};
+use crate::guest::tensor::plan::PlanLines;
 use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
@@ -162,6 +163,7 @@ impl Runtime {
                 logs,
                 kernels: SetOnce::new(),
                 pinned: engines.pinned.clone(),
+                plans: PlanLines::new(config.server.tensor_plans_max),
                 models: OnceLock::from(models.clone() as Arc<dyn Models>),
             }),
             models,
@@ -206,6 +208,11 @@ impl Runtime {
     /// Tells functions that want a device that there is none.
     pub fn without_device(&self, why: &str) {
         let _ = self.surroundings.kernels.set(Err(format!("there is no device: {why}")));
+    }
+
+    /// Plans of guests' tensors that are computed now, and that wait.
+    pub fn tensor_plans(&self) -> (usize, usize) {
+        self.surroundings.plans.depth()
     }
 
     pub fn device(&self) -> Option<&Device> {

@@ -36,3 +36,4 @@ mod shutdown;
 mod support;
 mod telemetry;
 mod tensor;
+mod tensors;

@@ -13,6 +13,7 @@ use tracing::Span;
 
 use super::http::Outbound;
 use super::stdio::{Captured, Sink};
+use super::tensor::plan::PlanLines;
 use crate::admission::Account;
 use crate::catalog::Serving;
 use crate::engine::pinned::PinnedMemories;
@@ -35,6 +36,8 @@ pub(crate) struct Surroundings {
     /// Kernels on the device, once it is open, or why there is none.
     pub kernels: SetOnce<Result<Arc<Kernels>, String>>,
     pub pinned: Arc<PinnedMemories>,
+    /// Where plans of guests' tensors wait for their turns.
+    pub plans: PlanLines,
     /// Models that functions open, once there is somebody who keeps them.
     pub models: OnceLock<Arc<dyn Models>>,
 }

@@ -97,6 +97,13 @@ impl CudaDevice {
         Ok(CudaDevice(Arc::new(Opened { name, tenant, stream, memory_bytes_max, workspace })))
     }
 
+    /// A device for tensors of somebody who is a tenant of it already, on a stream of its own: the tenant's quota and
+    /// its part of the device's time are theirs.
+    pub fn of_tenant(tenant: Tenant, memory_bytes_max: u64) -> CudaDevice {
+        let (name, stream, workspace) = (format!("cuda, {}", tenant.name()), tenant.stream(), Mutex::default());
+        CudaDevice(Arc::new(Opened { name, tenant, stream, memory_bytes_max, workspace }))
+    }
+
     /// Bytes of its memory that tensors have, and what plans keep for their next run.
     pub fn used_bytes(&self) -> u64 {
         self.0.tenant.memory().used_bytes

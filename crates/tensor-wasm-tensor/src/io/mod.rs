@@ -243,7 +243,8 @@ fn tensor_of(
 /// Bytes as bools, which not all bytes are.
 fn bools(bytes: Vec<u8>) -> Parsed<CpuBuffer> {
     check_bools(&bytes, 0)?;
-    Ok(CpuBuffer::of_vec(bytes))
+    let count = bytes.len();
+    CpuBuffer::of_vec(bytes).ok_or(Why::Memory { bytes: count })
 }
 
 /// Whether bytes are bools; `first` is the number of the first of them in its tensor.

@@ -134,6 +134,11 @@ impl Step {
         own.into_iter().chain(map.into_iter().flat_map(|map| map.stores.iter().map(|(_, slot)| *slot)))
     }
 
+    /// The slots that it reads or fills, some of them more than once.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = usize> {
+        self.reads().filter_map(BufferView::slot).chain(self.writes())
+    }
+
     /// The node to name when it fails.
     pub(crate) fn node(&self) -> usize {
         match self {
