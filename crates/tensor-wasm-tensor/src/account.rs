@@ -341,16 +341,12 @@ mod tests {
             assert_eq!(account.used_nodes(), 0);
             let large = Tensor::zeros(&[1 << 20, 1 << 20], DType::U8);
             assert!(large.check().unwrap_err().to_string().contains("1048576"), "{large:?}");
-            let mut deep = Tensor::ones(&[4], DType::F32);
-            for _ in 0..2000 {
-                deep = deep + 1.0;
-            }
+            let chain = |length| (0..length).fold(Tensor::ones(&[4], DType::F32), |x, _| -x);
+            assert!(!chain(2000).is_deep());
+            let deep = chain(4096);
+            assert!(deep.is_deep() && account.used_bytes() == 0);
+            assert_eq!(deep.to_vec::<f32>().unwrap(), [1.0; 4]);
             assert!(!deep.is_deep());
-            for _ in 0..2096 {
-                deep = deep + 1.0;
-            }
-            assert!(deep.is_deep());
-            assert_eq!(deep.to_vec::<f32>().unwrap(), [4097.0; 4]);
         });
         assert_eq!((account.used_bytes(), account.used_nodes()), (0, 0));
     }

@@ -4,10 +4,10 @@ wit_bindgen::generate!({ world: "examples" });
 
 use std::time::Instant;
 
-use demo::tensors::types::{Argument as GivenArgument, Input, Numbers, Value as GivenValue};
+use demo::tensors::types::Value as GivenValue;
 use tensor_wasm_sdk::DeviceKind;
 use tensor_wasm_sdk::tensor::{
-    self, Argument, DType, Error, Model, Tensor, Value, compute, evaluate, gradient, load_safetensors, named,
+    self, DType, Error, Model, Tensor, Value, compute, evaluate, gradient, load_safetensors, named,
 };
 
 struct Examples;
@@ -59,7 +59,7 @@ impl Guest for Examples {
         numbers(&evaluate(&expression, &borrowed(&inputs)))
     }
 
-    fn apply(operation: String, arguments: Vec<GivenArgument>, inputs: Vec<Input>) -> Result<Numbers, String> {
+    fn apply(operation: String, arguments: Vec<Argument>, inputs: Vec<Input>) -> Result<Numbers, String> {
         let inputs = tensors(&inputs)?;
         let made = |text: &String| evaluate(text, &borrowed(&inputs));
         // What arguments borrow.
@@ -71,7 +71,7 @@ impl Guest for Examples {
                 _ => Vec::new(),
             })
             .collect();
-        let mut given: Vec<Argument<'_>> = Vec::new();
+        let mut given: Vec<tensor::Argument<'_>> = Vec::new();
         for (argument, held) in arguments.iter().zip(&held) {
             let value = match &argument.value {
                 GivenValue::Tensor(_) => Value::Tensor(&held[0]),
@@ -180,7 +180,7 @@ fn dtype(name: &str) -> Result<DType, String> {
 }
 
 fn tensors(inputs: &[Input]) -> Result<Vec<(&str, Tensor)>, String> {
-    let tensor = |input: &Numbers| {
+    let tensor = |input: &Numbers| -> Result<Tensor, String> {
         let shape: Vec<usize> = input.shape.iter().map(|size| *size as usize).collect();
         Ok(Tensor::from_slice(&input.data, &shape).cast(dtype(&input.dtype)?))
     };

@@ -25,6 +25,7 @@ use std::rc::Rc;
 pub use self::argument::{Argument, Value, named};
 pub use self::element::{DType, Element};
 pub use self::error::Error;
+pub use self::operations::Operand;
 use crate::{DeviceKind, Pollable};
 
 #[allow(unsafe_code, clippy::all, reason = "generated")]

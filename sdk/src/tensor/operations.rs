@@ -236,61 +236,84 @@ impl Tensor {
     }
 }
 
-/// Operators between tensors, and between tensors and numbers.
+/// What stands on the right of an operator: a tensor, or a number that becomes what it meets.
+#[derive(Debug, Clone)]
+pub enum Operand {
+    Tensor(Tensor),
+    Number(f64),
+    Integer(i64),
+}
+
+impl Operand {
+    fn argument(&self) -> Argument<'_> {
+        match self {
+            Operand::Tensor(tensor) => tensor.into(),
+            Operand::Number(value) => (*value).into(),
+            Operand::Integer(value) => (*value).into(),
+        }
+    }
+}
+
+macro_rules! operands {
+    ($($from:ty, $variant:ident, |$value:ident| $made:expr;)*) => {
+        $(impl From<$from> for Operand {
+            fn from($value: $from) -> Operand {
+                Operand::$variant($made)
+            }
+        })*
+    };
+}
+
+operands! {
+    Tensor, Tensor, |tensor| tensor;
+    &Tensor, Tensor, |tensor| tensor.clone();
+    f64, Number, |value| value;
+    f32, Number, |value| value.into();
+    i64, Integer, |value| value;
+    i32, Integer, |value| value.into();
+}
+
+/// Operators between tensors, and between tensors and numbers. On the left of a tensor a number is an `f64` or an
+/// `i64`: with more, the type of a literal would have to be written.
 macro_rules! operators {
     ($($operator:ident, $method:ident, $name:literal;)*) => {
         $(
-            operators!(@numbers $operator, $method, $name, f64 f32 i64 i32);
-            operators!(@pair $operator, $method, $name, Tensor, Tensor);
-            operators!(@pair $operator, $method, $name, &Tensor, Tensor);
-            operators!(@pair $operator, $method, $name, Tensor, &Tensor);
-            operators!(@pair $operator, $method, $name, &Tensor, &Tensor);
+            impl<R: Into<Operand>> $operator<R> for &Tensor {
+                type Output = Tensor;
+
+                fn $method(self, other: R) -> Tensor {
+                    self.apply($name, &[other.into().argument()])
+                }
+            }
+
+            impl<R: Into<Operand>> $operator<R> for Tensor {
+                type Output = Tensor;
+
+                fn $method(self, other: R) -> Tensor {
+                    self.apply($name, &[other.into().argument()])
+                }
+            }
+
+            operators!(@left $operator, $method, $name, f64);
+            operators!(@left $operator, $method, $name, i64);
         )*
     };
-    (@pair $operator:ident, $method:ident, $name:literal, $left:ty, $right:ty) => {
-        impl $operator<$right> for $left {
+    (@left $operator:ident, $method:ident, $name:literal, $number:ident) => {
+        impl $operator<&Tensor> for $number {
             type Output = Tensor;
 
-            fn $method(self, other: $right) -> Tensor {
-                let (left, right): (&Tensor, &Tensor) = (&self, &other);
-                apply($name, &[left.into(), right.into()])
+            fn $method(self, other: &Tensor) -> Tensor {
+                apply($name, &[self.into(), other.into()])
             }
         }
-    };
-    (@numbers $operator:ident, $method:ident, $name:literal, $($number:ident)*) => {
-        $(
-            impl $operator<$number> for &Tensor {
-                type Output = Tensor;
 
-                fn $method(self, other: $number) -> Tensor {
-                    apply($name, &[self.into(), other.into()])
-                }
+        impl $operator<Tensor> for $number {
+            type Output = Tensor;
+
+            fn $method(self, other: Tensor) -> Tensor {
+                apply($name, &[self.into(), (&other).into()])
             }
-
-            impl $operator<$number> for Tensor {
-                type Output = Tensor;
-
-                fn $method(self, other: $number) -> Tensor {
-                    apply($name, &[(&self).into(), other.into()])
-                }
-            }
-
-            impl $operator<&Tensor> for $number {
-                type Output = Tensor;
-
-                fn $method(self, other: &Tensor) -> Tensor {
-                    apply($name, &[self.into(), other.into()])
-                }
-            }
-
-            impl $operator<Tensor> for $number {
-                type Output = Tensor;
-
-                fn $method(self, other: Tensor) -> Tensor {
-                    apply($name, &[self.into(), (&other).into()])
-                }
-            }
-        )*
+        }
     };
 }
 

@@ -27,6 +27,9 @@ const READ_AT_ONCE_BYTES_MAX: u64 = 256 << 10;
 /// Expressions up to this are read on the serving thread: some hundred operations.
 const EVALUATED_AT_ONCE_BYTES_MAX: usize = 2 << 10;
 
+/// Expressions up to this are repeated in errors.
+const EXPRESSION_SHOWN_BYTES_MAX: usize = 512;
+
 /// Bytes of a safetensors file's header: reading it takes some ten times as much memory.
 const HEADER_BYTES_MAX: u64 = 1 << 20;
 
@@ -195,7 +198,12 @@ impl State {
         let evaluate = move || {
             let inputs: Vec<(&str, Tensor)> =
                 inputs.iter().map(|(name, tensor)| (name.as_str(), tensor.clone())).collect();
-            expression::evaluate(&text, &inputs, DType::F32).map_err(|error| TensorFailure::invalid(error.to_string()))
+            expression::evaluate(&text, &inputs, DType::F32).map_err(|error| {
+                // With the line it is in, unless that is a book.
+                let is_short = text.len() <= EXPRESSION_SHOWN_BYTES_MAX;
+                let why = || format!("{}, at byte {} of the expression", error.why, error.at);
+                TensorFailure::invalid(if is_short { error.to_string() } else { why() })
+            })
         };
         if is_short {
             return self.make(evaluate).await;
