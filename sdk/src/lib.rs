@@ -1,4 +1,4 @@
-//! Launches of Wasm kernels from components, safe and typed. What follows is the README.
+//! Launches of Wasm kernels from components, safe and typed, and tensors ([`tensor`]). What follows is the README.
 
 #![doc = include_str!("../README.md")]
 #![deny(unsafe_code)]
@@ -6,6 +6,7 @@
 mod buffer;
 mod error;
 mod launch;
+pub mod tensor;
 
 pub use buffer::{Buffer, Pod};
 pub use error::Error;

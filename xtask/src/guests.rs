@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use crate::root;
 
 /// What is built for which target, and the name it gets under target/guests.
-const BUILT: [(&str, &str, &str); 14] = [
+const BUILT: [(&str, &str, &str); 16] = [
     ("wasm32-wasip2", "hello.wasm", "hello.wasm"),
     ("wasm32-wasip2", "http_lab.wasm", "http-lab.wasm"),
     ("wasm32-wasip2", "typed.wasm", "typed.wasm"),
@@ -22,6 +22,8 @@ const BUILT: [(&str, &str, &str); 14] = [
     ("wasm32-wasip2", "gpu_examples.wasm", "gpu-examples.wasm"),
     ("wasm32-wasip2", "gpu_images.wasm", "gpu-images.wasm"),
     ("wasm32-wasip2", "gpu_hostile.wasm", "gpu-hostile.wasm"),
+    ("wasm32-wasip2", "tensor_examples.wasm", "tensor-examples.wasm"),
+    ("wasm32-wasip2", "tensor_hostile.wasm", "tensor-hostile.wasm"),
     ("wasm32-unknown-unknown", "gpu_saxpy_core.wasm", "gpu-saxpy-core.wasm"),
 ];
 

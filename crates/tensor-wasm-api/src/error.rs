@@ -67,6 +67,7 @@ fn rejection_status(rejection: &Rejection) -> StatusCode {
         | Rejection::InvalidWasm { .. }
         | Rejection::ModuleOverLimits { .. }
         | Rejection::CompileTooLong { .. }
+        | Rejection::InvalidModel { .. }
         | Rejection::InvalidArgs { .. }
         | Rejection::WrongArgCount { .. }
         | Rejection::MissingExport { .. }

@@ -38,6 +38,7 @@ fn accepted(method: &Method, route: &str) -> Option<&'static [&'static str]> {
         (&Method::POST, "/functions/{f}/invoke") => Some(&[JSON, OCTETS]),
         // A secret is bytes, whatever they are; with this type a page has to ask first.
         (&Method::PUT, "/functions/{f}/secrets/{key}") => Some(&[OCTETS]),
+        (&Method::PUT, "/models/{name}") => Some(&[OCTETS]),
         // Where there is no such method, the router says so.
         (&Method::POST | &Method::PUT, route) if is_operation(method, route) => Some(&[JSON]),
         _ => None,

@@ -85,6 +85,9 @@ pub(crate) struct HttpMetrics {
     pub in_flight: Gauge,
     pub connections: Gauge,
     tenant_memory: Family<TenantLabel, Gauge>,
+    tensor_memory: Family<TenantLabel, Gauge>,
+    plans_running: Gauge,
+    plans_waiting: Gauge,
     queued: Gauge,
     functions: Gauge,
     registry: Registry,
@@ -106,6 +109,12 @@ impl HttpMetrics {
         let tenant_memory = Family::<TenantLabel, Gauge>::default();
         let help = "Linear memory held by a tenant's instances";
         registry.register("cpu_memory_bytes_per_tenant", help, tenant_memory.clone());
+        let tensor_memory = Family::<TenantLabel, Gauge>::default();
+        let help = "Memory of the CPU held by a tenant's tensors";
+        registry.register("tensor_memory_bytes_per_tenant", help, tensor_memory.clone());
+        let (plans_running, plans_waiting) = (Gauge::default(), Gauge::default());
+        registry.register("tensor_plans_running", "Plans of guests' tensors being computed", plans_running.clone());
+        registry.register("tensor_plans_waiting", "Plans waiting for their turn", plans_waiting.clone());
         let queued = Gauge::default();
         registry.register("invocations_queued", "Calls waiting for admission", queued.clone());
         let functions = Gauge::default();
@@ -119,6 +128,9 @@ impl HttpMetrics {
             in_flight,
             connections,
             tenant_memory,
+            tensor_memory,
+            plans_running,
+            plans_waiting,
             queued,
             functions,
             registry,
@@ -141,13 +153,18 @@ impl HttpMetrics {
 
     /// The Prometheus page. Gauges that mirror state elsewhere are read now.
     pub(crate) fn page(&self, runtime: &Runtime) -> String {
+        let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
         self.tenant_memory.clear();
+        self.tensor_memory.clear();
         for (account, _) in runtime.admission.accounts() {
             let label = TenantLabel { tenant_id: account.name.to_string() };
             let bytes = account.memory_used_bytes.load(Ordering::Relaxed);
             self.tenant_memory.get_or_create(&label).set(i64::try_from(bytes).unwrap_or(i64::MAX));
+            self.tensor_memory.get_or_create(&label).set(count(account.tensors.used_bytes()));
         }
-        let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        let (running, waiting) = runtime.tensor_plans();
+        self.plans_running.set(count(running));
+        self.plans_waiting.set(count(waiting));
         self.queued.set(count(runtime.admission.depth().waiting));
         self.functions.set(count(runtime.catalog.len()));
         let mut page = String::new();

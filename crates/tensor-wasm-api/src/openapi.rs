@@ -29,6 +29,10 @@ use crate::routes;
         routes::secrets::set,
         routes::secrets::list,
         routes::secrets::delete,
+        routes::models::add,
+        routes::models::list,
+        routes::models::show,
+        routes::models::remove,
         routes::invoke::invoke,
         routes::stream::invoke,
         routes::jobs::submit,
@@ -66,6 +70,8 @@ enum Fails {
     Change,
     /// It compiles a module.
     Compile,
+    /// It reads a model.
+    Model,
     /// It runs a guest.
     Call,
     /// It takes a place of which a tenant has so many.
@@ -75,10 +81,10 @@ enum Fails {
 }
 
 use Access::{Anyone, Function, Operator, Tenant};
-use Fails::{Body, Call, Change, Closing, Compile, Lookup, Parts, Place};
+use Fails::{Body, Call, Change, Closing, Compile, Lookup, Model, Parts, Place};
 
 /// Every operation: where, what it is called, who may, how it fails. (Functions take any method; see `FUNCTION_PATHS`.)
-const OPERATIONS: [(&str, &str, &str, Access, &[Fails]); 23] = [
+const OPERATIONS: [(&str, &str, &str, Access, &[Fails]); 27] = [
     ("get", "/", "showDashboard", Anyone, &[]),
     ("get", "/healthz", "getHealth", Anyone, &[]),
     ("get", "/readyz", "getReadiness", Anyone, &[Closing]),
@@ -99,6 +105,10 @@ const OPERATIONS: [(&str, &str, &str, Access, &[Fails]); 23] = [
     ("post", "/functions/{f}/invoke", "invokeFunction", Tenant, &[Parts, Lookup, Body, Call]),
     ("post", "/functions/{f}/invoke-async", "submitJob", Tenant, &[Parts, Lookup, Body, Change, Place]),
     ("post", "/functions/{f}/invoke-stream", "streamFunction", Tenant, &[Parts, Lookup, Body, Call]),
+    ("get", "/models", "listModels", Tenant, &[]),
+    ("get", "/models/{name}", "showModel", Tenant, &[Parts, Lookup]),
+    ("put", "/models/{name}", "addModel", Tenant, &[Parts, Body, Change, Model]),
+    ("delete", "/models/{name}", "removeModel", Tenant, &[Parts, Lookup, Change]),
     ("get", "/jobs", "listJobs", Tenant, &[Parts, Closing]),
     ("get", "/jobs/{id}", "showJob", Tenant, &[Parts, Lookup, Closing]),
     ("delete", "/jobs/{id}", "cancelJob", Tenant, &[Parts, Lookup, Change]),
@@ -109,7 +119,7 @@ const FUNCTION_PATHS: [(&str, &str); 2] =
     [("/run/{name}/{path}", "runFunction"), ("/t/{tenant}/{name}/{path}", "runTenantFunction")];
 
 /// Every kind of error and its status. `error.rs` decides; this says so.
-const KINDS: [(&str, u16); 30] = [
+const KINDS: [(&str, u16); 31] = [
     ("invalid_host", 400),
     ("invalid_name", 400),
     ("invalid_args", 400),
@@ -117,6 +127,7 @@ const KINDS: [(&str, u16); 30] = [
     ("invalid_base64", 400),
     ("invalid_body", 400),
     ("invalid_wasm", 400),
+    ("invalid_model", 400),
     ("missing_export", 400),
     ("too_many_args", 400),
     ("unauthorized", 401),
@@ -171,6 +182,7 @@ impl Fails {
             ],
             Change => &["conflict", "capacity_exhausted"],
             Compile => &["invalid_wasm", "invalid_base64", "module_too_large", "module_memory_too_large"],
+            Model => &["invalid_model"],
             Call => &[
                 "missing_export",
                 "too_many_args",
@@ -189,7 +201,7 @@ impl Fails {
     }
 }
 
-/// What names of functions and tenants look like (`check_name` in the runtime).
+/// What names of functions, models and tenants look like (`check_name` in the runtime).
 const NAME_PATTERN: &str = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$";
 
 /// Names of secrets, which become environment variables.
@@ -415,6 +427,7 @@ mod tests {
             include_str!("routes/invoke.rs"),
             include_str!("routes/jobs.rs"),
             include_str!("routes/logs.rs"),
+            include_str!("routes/models.rs"),
             include_str!("routes/run.rs"),
             include_str!("routes/secrets.rs"),
             include_str!("upload.rs"),

@@ -1,4 +1,4 @@
-//! Modules being uploaded: streamed to disk, and what they take there shared out before it is taken.
+//! Modules and models being uploaded: streamed to disk, and what they take there shared out before it is taken.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use axum::body::Body;
 use http_body::Body as _;
 use parking_lot::Mutex;
 use tensor_wasm_exec::Rejection;
-use tensor_wasm_exec::catalog::upload::Uploaded;
+use tensor_wasm_exec::catalog::upload::{UploadKind, Uploaded};
 use tensor_wasm_exec::failure::Shortage;
 
 use crate::body;
@@ -17,7 +17,7 @@ use crate::gateway::Gateway;
 
 const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// The disk that uploads take until they are deployed or refused, by tenant.
+/// The disk that uploads take until they are kept or refused, by tenant.
 #[derive(Default)]
 pub(crate) struct Uploads {
     by_tenant: Mutex<HashMap<String, usize>>,
@@ -31,7 +31,7 @@ pub(crate) struct DiskShare {
 }
 
 impl Uploads {
-    /// Whoever uploads nothing else may always upload one module, however large those may be.
+    /// Whoever uploads nothing else may always upload one thing, however large it may be.
     fn share(
         self: &Arc<Self>,
         tenant: &str,
@@ -55,8 +55,8 @@ impl Uploads {
 }
 
 fn shortage(bytes_max: usize, limit: &'static str) -> Shortage {
-    let instead = "upload fewer modules at once, or raise the limit";
-    Shortage { what: "disk for modules being uploaded", max: format!("{bytes_max} bytes"), limit, instead }
+    let instead = "upload less at once, or raise the limit";
+    Shortage { what: "disk for uploads", max: format!("{bytes_max} bytes"), limit, instead }
 }
 
 impl Drop for DiskShare {
@@ -71,24 +71,32 @@ impl Drop for DiskShare {
     }
 }
 
-/// Disk for a module of so many bytes. An empty one counts as a byte.
+/// Disk for an upload of so many bytes. An empty one counts as a byte.
 pub(crate) fn share(gateway: &Gateway, tenant: &str, bytes: usize) -> Result<DiskShare, Rejection> {
     let config = &gateway.runtime.config;
     let max = (config.limits_of(tenant).uploads_bytes_max, config.server.uploads_bytes_max);
     gateway.uploads.share(tenant, bytes.max(1), max)
 }
 
-/// Receives a module. What it takes on disk counts until the share is dropped.
-pub(crate) async fn receive(gateway: &Gateway, tenant: &str, body: Body) -> Result<(Uploaded, DiskShare), ApiError> {
-    let bytes_max = gateway.runtime.config.limits_of(tenant).module_bytes_max;
+/// Receives a module or a model. What it takes on disk counts until the share is dropped.
+pub(crate) async fn receive(
+    gateway: &Gateway,
+    tenant: &str,
+    body: Body,
+    kind: UploadKind,
+) -> Result<(Uploaded, DiskShare), ApiError> {
+    let bytes_max = kind.bytes_max(&gateway.runtime.config.limits_of(tenant));
     let announced = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     let lower = announced(body.size_hint().lower());
     if lower > bytes_max {
-        return Err(Rejection::ModuleTooLarge { bytes: lower, bytes_max }.into());
+        return Err(kind.too_large(lower, bytes_max).into());
     }
-    // A body of no announced length may become as long as a module may be.
+    // A body of no announced length may become as long as it may be.
     let share = share(gateway, tenant, body.size_hint().upper().map_or(bytes_max, announced).min(bytes_max))?;
-    let mut upload = gateway.runtime.upload(tenant)?;
+    let mut upload = match kind {
+        UploadKind::Module => gateway.runtime.upload(tenant)?,
+        UploadKind::Model => gateway.runtime.upload_model(tenant)?,
+    };
     let mut pieces = body::Pieces::of(gateway, body);
     while let Some(piece) = pieces.next().await? {
         upload.write(&piece).await?;

@@ -46,6 +46,7 @@ enum Command {
     Rollback(OnServer<rollback::Rollback>),
     Split(OnServer<split::Split>),
     Secret(OnServer<secret::Secret>),
+    Model(OnServer<model::Model>),
     Delete(OnServer<delete::Delete>),
     Metrics(OnServer<metrics::Metrics>),
     Run(Here<run::Run>),
@@ -160,6 +161,7 @@ impl Cli {
             Command::Rollback(it) => it.command.execute(&global),
             Command::Split(it) => it.command.execute(&global),
             Command::Secret(it) => it.command.execute(&global),
+            Command::Model(it) => it.command.execute(&global),
             Command::Delete(it) => it.command.execute(&global),
             Command::Metrics(it) => it.command.execute(&global),
             Command::Run(it) => it.command.execute(),
@@ -218,6 +220,7 @@ impl Command {
             | Command::Rollback(OnServer { after, .. })
             | Command::Split(OnServer { after, .. })
             | Command::Secret(OnServer { after, .. })
+            | Command::Model(OnServer { after, .. })
             | Command::Delete(OnServer { after, .. })
             | Command::Metrics(OnServer { after, .. }) => after,
             Command::Serve(Here { after, .. })

@@ -59,17 +59,23 @@ impl Client {
         self.json(self.send(method, path, &all, SendBody::from_reader(&mut text.as_bytes()))?)
     }
 
-    pub(crate) fn upload(&self, path: &str, bytes: u64, mut body: impl Read) -> Result<Value, Failed> {
+    /// Sends so many bytes as they are read.
+    pub(crate) fn upload(
+        &self,
+        method: Method,
+        path: &str,
+        content_type: &str,
+        bytes: u64,
+        mut body: impl Read,
+    ) -> Result<Value, Failed> {
         let length = bytes.to_string();
-        let headers = [("content-type", "application/wasm"), ("content-length", length.as_str())];
-        self.json(self.send(Method::POST, path, &headers, SendBody::from_reader(&mut body))?)
+        let headers = [("content-type", content_type), ("content-length", length.as_str())];
+        self.json(self.send(method, path, &headers, SendBody::from_reader(&mut body))?)
     }
 
     /// Sends bytes as they are.
-    pub(crate) fn put(&self, path: &str, mut body: &[u8]) -> Result<Value, Failed> {
-        let length = body.len().to_string();
-        let headers = [("content-type", OCTETS), ("content-length", length.as_str())];
-        self.json(self.send(Method::PUT, path, &headers, SendBody::from_reader(&mut body))?)
+    pub(crate) fn put(&self, path: &str, body: &[u8]) -> Result<Value, Failed> {
+        self.upload(Method::PUT, path, OCTETS, body.len() as u64, body)
     }
 
     pub(crate) fn text(&self, path: &str) -> Result<String, Failed> {

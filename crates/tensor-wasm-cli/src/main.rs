@@ -9,6 +9,7 @@ mod npy;
 mod output;
 mod progress;
 mod table;
+mod upload;
 
 use std::process::ExitCode;
 

@@ -23,6 +23,9 @@ pub const SLOT_MEMORY_BYTES: u64 = 4 * GIB;
 /// A launch that takes much longer would look to the device's keeper as if the device hung.
 pub(crate) const GPU_KERNEL_MS_MAX: u64 = 50_000;
 
+/// Handles that an instance has besides its tensors must have room too: `HANDLES_MAX` of `guest/state.rs`.
+const TENSORS_MAX: usize = 9_000;
+
 /// Makes a section of the file from its table of keys. `pub key: Type = default, check;` is a row; the check may be
 /// left out. With `overridden by`, every key may also be set for one tenant.
 macro_rules! section {
@@ -96,14 +99,19 @@ section! {
     pub header_read_ms_max: u64 = 10_000;
     /// A request body may pause no longer than this between two pieces.
     pub body_idle_ms_max: u64 = 30_000;
-    /// A request body that is collected (all but those streamed to a guest; a deploy's too) must be whole within this.
+    /// A request body that is collected (all but those streamed to a guest; a deploy's and a model's too) must be whole within this.
     pub body_ms_max: u64 = 300_000;
-    /// Request bodies other than a deploy's.
+    /// Request bodies other than a deploy's or a model's.
     pub body_bytes_max: usize = 16 * MIB;
     /// Request bodies held in memory at once, all tenants together.
     pub bodies_bytes_max: usize = 2048 * MIB, positive;
-    /// Disk that modules being uploaded take, all tenants together.
+    /// Disk that modules and models being uploaded take, all tenants together.
     pub uploads_bytes_max: usize = 4096 * MIB;
+    /// Memory of all models that are loaded, all tenants together.
+    pub models_loaded_bytes_max: u64 = 16 * GIB;
+    /// Memory of loaded models that no instance uses at the moment, all tenants together; beyond it those used least
+    /// recently are dropped, and read again when they are opened.
+    pub models_idle_bytes_max: u64 = GIB;
     /// How long a shutdown waits for running calls.
     pub drain_ms_max: u64 = 30_000;
     /// Hosts that guests may call over HTTP: `host` or `host:port`; `*` for all. Empty: none.
@@ -117,6 +125,8 @@ section! {
     pub domain: Option<String> = None;
     /// Web pages that may call the API besides its own: `https://console.example.com`.
     pub allowed_origins: Vec<String> = Vec::new();
+    /// Plans of functions' tensors that are computed on the CPU at once; 0: one for each core.
+    pub tensor_plans_max: usize = 0;
     /// Functions with metrics of their own; the rest are counted together, as `other`.
     pub metrics_functions_max: usize = 1_000;
     /// `GET /functions/{f}/logs?follow=true` open at once, per tenant.
@@ -203,6 +213,14 @@ section! {
     pub module_bytes_max: usize = 64 * MIB;
     /// Disk that the tenant's uploads take before they are deployed; one of any allowed size may always run.
     pub uploads_bytes_max: usize = 512 * MIB;
+    /// Size of one model. They are streamed to disk.
+    pub model_bytes_max: usize = 4096 * MIB;
+    /// Models kept.
+    pub models_max: usize = 64;
+    /// Disk that the tenant's models take.
+    pub models_bytes_max: u64 = 16 * GIB;
+    /// Memory of the tenant's models that are loaded: each is there once, however many instances use it.
+    pub models_loaded_bytes_max: u64 = 8 * GIB;
     /// Secrets of all the tenant's functions together.
     pub secrets_max: usize = 256;
     /// Size of one secret's value. They are copied into each instance that reads its environment.
@@ -220,6 +238,15 @@ section! {
     /// What a component hands the host in one call, an export's result among it, as it lies in the host's memory: some
     /// 40 bytes for each value. A `list<u8>` that an octet-stream call returns has `output_bytes_max` instead.
     pub hostcall_bytes_max: usize = 64 * MIB, positive;
+    /// Memory of all the tenant's tensors together, as far as they are on the CPU.
+    pub tensor_memory_bytes_max: u64 = GIB;
+    /// Tensors that one instance holds.
+    pub tensors_max: usize = 8_192, tensors;
+    /// Nodes of the graphs that one instance builds, computed or not; a tensor is at least one. Planning a graph of so
+    /// many takes up to a second, and 64 MiB.
+    pub tensor_nodes_max: usize = 32_768, positive;
+    /// Elements of one tensor.
+    pub tensor_elements_max: u64 = 1 << 31, positive;
     /// Memory on the device; 0: the tenant may not use it.
     pub gpu_memory_bytes_max: u64 = GIB;
     /// Time one launch of a kernel may take.
@@ -248,6 +275,11 @@ fn fits_slot(bytes: &u64) -> Result<(), String> {
         return Err(format!("is {bytes}, more than a 32-bit guest can have ({SLOT_MEMORY_BYTES})"));
     }
     Ok(())
+}
+
+fn tensors(count: &usize) -> Result<(), String> {
+    positive(count)?;
+    if *count > TENSORS_MAX { Err(format!("must be at most {TENSORS_MAX}")) } else { Ok(()) }
 }
 
 fn kernel_ms(ms: &u64) -> Result<(), String> {

@@ -27,6 +27,8 @@ pub enum Rejection {
     InvalidName { name: String, why: String },
     #[error("this is not a WebAssembly module or component we can run: {why}")]
     InvalidWasm { why: String },
+    #[error("this is not a model we can use, which is a safetensors file: {why}")]
+    InvalidModel { why: String },
     #[error("{why}")]
     InvalidArgs { why: String },
     #[error("export {export:?} takes {expected} argument(s), {given} were given")]
@@ -181,6 +183,7 @@ impl Rejection {
             Rejection::InvalidWasm { .. } | Rejection::ModuleOverLimits { .. } | Rejection::CompileTooLong { .. } => {
                 "invalid_wasm"
             }
+            Rejection::InvalidModel { .. } => "invalid_model",
             Rejection::InvalidArgs { .. } => "invalid_args",
             Rejection::WrongArgCount { expected, given, .. } if given > expected => "too_many_args",
             Rejection::WrongArgCount { .. } => "invalid_args",

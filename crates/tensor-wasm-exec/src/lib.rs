@@ -17,6 +17,7 @@ pub mod admission;
 pub mod catalog;
 pub mod engine;
 pub mod guest;
+pub mod models;
 
 pub mod jobs;
 pub mod local;

@@ -26,8 +26,9 @@ use crate::failure::{Bug, Fault};
 use crate::guest::http::Outbound;
 use crate::guest::running::{RunningCall, Surroundings, Used};
 use crate::guest::state::{State, foreground_store};
+use crate::guest::tensor::plan::PlanLines;
 use crate::guest::value::{Path, decode_core, encode_core};
-use crate::guest::{GuestError, component as exports, core, failed_in_guest, gpu, guest_error};
+use crate::guest::{GuestError, component as exports, core, failed_in_guest, gpu, guest_error, tensor};
 
 /// How often a program with a time limit is interrupted to look at the clock.
 const TICK: Duration = Duration::from_millis(5);
@@ -182,17 +183,18 @@ impl LocalRun {
         };
         let code = code.map_err(|e| input(format!("{name}: {e:#}")))?;
         match (code.imports_device(), opener) {
-            (None, _) => {}
             (Some(import), None) => {
                 return Err(input(format!(
                     "{name}: it imports the GPU ({import}); give it one with --device auto (or cpu, cuda, cuda:N)"
                 )));
             }
-            (Some(_), Some(open)) => {
+            (import, Some(open)) if import.is_some() || code.imports_tensors() => {
                 let device = open().map_err(input)?;
                 let kernels = Kernels::new(device, None, call.surroundings.background.clone());
                 let _ = call.surroundings.kernels.set(Ok(Arc::new(kernels)));
             }
+            // Tensors are computed on the CPU then.
+            (None, _) | (Some(_), Some(_)) => {}
         }
         let mut store = foreground_store(&engine, call, self.wasi(sockets)?);
         self.limit(&mut store);
@@ -244,6 +246,8 @@ impl LocalRun {
             tenant_memory_bytes_max: u64::MAX,
             hostcall_bytes_max: usize::MAX,
             gpu_memory_bytes_max: DEVICE_MEMORY_BYTES_MAX,
+            tensor_memory_bytes_max: u64::MAX,
+            tensor_elements_max: u64::MAX,
             gpu_kernel_ms_max: GPU_KERNEL_MS_MAX,
             ..Limits::default()
         };
@@ -258,6 +262,8 @@ impl LocalRun {
                 logs: Arc::default(),
                 kernels: SetOnce::new(),
                 pinned: Arc::default(),
+                plans: PlanLines::new(0),
+                models: OnceLock::new(),
             }),
             arrived: Instant::now(),
             queued: Duration::ZERO,
@@ -413,6 +419,17 @@ enum LocalCode {
 }
 
 impl LocalCode {
+    /// Whether it computes tensors, for which it needs no device, but uses one that it is given.
+    fn imports_tensors(&self) -> bool {
+        match self {
+            LocalCode::Module(_) => false,
+            LocalCode::Component(component) => {
+                let ty = component.component_type();
+                ty.imports(component.engine()).any(|(name, _)| name.starts_with(tensor::component::PACKAGE))
+            }
+        }
+    }
+
     /// What it imports of the device, if it does.
     fn imports_device(&self) -> Option<String> {
         match self {

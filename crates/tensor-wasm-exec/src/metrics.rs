@@ -23,9 +23,14 @@ pub struct Metrics {
     pub compiles: Counter,
     pub compile_failures: Counter,
     pub artifact_loads: Counter,
+    pub model_loads: Counter,
+    /// Models in memory, used or idle.
+    pub models_loaded: Gauge,
+    pub models_loaded_bytes: Gauge,
     pub quarantined: Counter,
     pub log_bytes_dropped: Counter,
     pub streaming_chunks_emitted: Counter,
+    pub tensor_plans: Counter,
 }
 
 impl Default for Metrics {
@@ -48,9 +53,13 @@ impl Metrics {
             compiles: Counter::default(),
             compile_failures: Counter::default(),
             artifact_loads: Counter::default(),
+            model_loads: Counter::default(),
+            models_loaded: Gauge::default(),
+            models_loaded_bytes: Gauge::default(),
             quarantined: Counter::default(),
             log_bytes_dropped: Counter::default(),
             streaming_chunks_emitted: Counter::default(),
+            tensor_plans: Counter::default(),
         }
     }
 
@@ -59,6 +68,8 @@ impl Metrics {
             ("active_instances", "Wasm instances in existence", &self.active_instances),
             ("jobs_active", "Jobs running", &self.jobs_active),
             ("jobs_queued", "Jobs waiting to run", &self.jobs_queued),
+            ("models_loaded", "Models in memory", &self.models_loaded),
+            ("models_loaded_bytes", "Memory of models", &self.models_loaded_bytes),
         ];
         for (name, help, gauge) in gauges {
             registry.register(name, help, gauge.clone());
@@ -71,8 +82,10 @@ impl Metrics {
             ("compiles", "Modules compiled", &self.compiles),
             ("compile_failures", "Modules refused by the compiler", &self.compile_failures),
             ("artifact_loads", "Compiled artifacts mapped", &self.artifact_loads),
+            ("model_loads", "Models read from disk", &self.model_loads),
             ("quarantined", "Files and records set aside as damaged", &self.quarantined),
             ("log_bytes_dropped", "Guest output beyond the log limit", &self.log_bytes_dropped),
+            ("tensor_plans", "Plans of guests' tensors that were to run", &self.tensor_plans),
             ("streaming_chunks_emitted", "Chunks sent by invoke-stream", &self.streaming_chunks_emitted),
         ];
         for (name, help, counter) in counters {

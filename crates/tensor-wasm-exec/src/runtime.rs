@@ -1,17 +1,18 @@
 //! The runtime as a whole: what it is made of, how it opens, how functions are deployed, how it stops. The path of one
 //! call is `invoke.rs`.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use tensor_wasm_gpu::Device;
 use tokio::runtime::Handle;
-use tokio::sync::SetOnce;
+use tokio::sync::{Semaphore, SetOnce};
 
 use crate::admission::{Account, Admission};
 use crate::catalog::store::{Change, Table};
-use crate::catalog::upload::{Upload, Uploaded};
+use crate::catalog::upload::{Upload, UploadKind, Uploaded};
 use crate::catalog::{
     Catalog, Damage, FunctionRecord, Kind, MemoryKind, Revision, RevisionRecord, Secret, SecretsAccess, Settings,
     SettingsPatch, SourceError, SourceHash, StoreError, Traffic, check_name, now_ms,
@@ -24,9 +25,11 @@ use crate::failure::{Bug, Failure, Rejection};
 use crate::guest::http::Outbound;
 use crate::guest::running::Surroundings;
 use crate::guest::signature::{self, ExportSignature};
+use crate::guest::tensor::plan::PlanLines;
 use crate::jobs::{Jobs, Recovered, Recovery};
 use crate::logs::Logs;
 use crate::metrics::Metrics;
+use crate::models::{INSPECTIONS_MAX, ModelCache, Models};
 use tensor_wasm_launch::{Kernels, Opener};
 
 /// How much nicer background threads are than serving ones: about a tenth of the CPU when both want all of it.
@@ -52,6 +55,9 @@ pub struct Runtime {
     pub(crate) jobs: Arc<Jobs>,
     pub(crate) surroundings: Arc<Surroundings>,
     pub(crate) background: Handle,
+    pub(crate) models: Arc<ModelCache>,
+    /// Turns to parse the header of a model.
+    pub(crate) inspections: Semaphore,
     engines: Arc<Engines>,
     compiler: Compiler,
     threads: Option<tokio::runtime::Runtime>,
@@ -141,9 +147,11 @@ impl Runtime {
             None => Compiler::in_process(&config),
         };
         let logs = Arc::<Logs>::default();
+        let catalog = Arc::new(catalog);
+        let models = ModelCache::new(catalog.clone(), config.clone(), metrics.clone(), background.clone());
         let runtime = Arc::new_cyclic(|me| Runtime {
             me: me.clone(),
-            catalog: Arc::new(catalog),
+            catalog,
             admission: Admission::new(config.clone()),
             logs: logs.clone(),
             pool: Arc::new(pool),
@@ -155,7 +163,11 @@ impl Runtime {
                 logs,
                 kernels: SetOnce::new(),
                 pinned: engines.pinned.clone(),
+                plans: PlanLines::new(config.server.tensor_plans_max),
+                models: OnceLock::from(models.clone() as Arc<dyn Models>),
             }),
+            models,
+            inspections: Semaphore::new(INSPECTIONS_MAX),
             metrics,
             config,
             background,
@@ -198,6 +210,11 @@ impl Runtime {
         let _ = self.surroundings.kernels.set(Err(format!("there is no device: {why}")));
     }
 
+    /// Plans of guests' tensors that are computed now, and that wait.
+    pub fn tensor_plans(&self) -> (usize, usize) {
+        self.surroundings.plans.depth()
+    }
+
     pub fn device(&self) -> Option<&Device> {
         self.device.get()
     }
@@ -209,7 +226,8 @@ impl Runtime {
 
     /// Begins to receive a module or component for [`Runtime::deploy`], of at most the size its tenant may deploy.
     pub fn upload(&self, tenant: &str) -> Result<Upload, Rejection> {
-        Upload::begin(&self.catalog.files, self.config.limits_of(tenant).module_bytes_max)
+        let bytes_max = UploadKind::Module.bytes_max(&self.config.limits_of(tenant));
+        Upload::begin(&self.catalog.files, UploadKind::Module, bytes_max)
     }
 
     /// [`Runtime::deploy`] of bytes that are here already.
@@ -245,7 +263,10 @@ impl Runtime {
         }
         let settings = patch.over(&known.as_ref().map(|f| f.serving_settings()).unwrap_or_default());
         settings.check()?;
-        let source = wasm.source().clone();
+        // Those that are mentioned: one that went since an earlier deploy is said when it is opened.
+        let mentioned = || self.catalog.check_models(tenant, patch.models.as_ref().unwrap_or(&BTreeSet::new()));
+        mentioned()?;
+        let source = wasm.source();
         let _pinned = self.catalog.pin_source(&wasm)?;
         let (kind, flavor, cost) = match self.catalog.shape(&source) {
             Some((kind, flavor)) => (kind, flavor, None),
@@ -271,6 +292,7 @@ impl Runtime {
                 let why = "another deploy changed where the function's memory comes from meanwhile; deploy it again";
                 return Err(Rejection::Conflict { why: why.to_owned() });
             }
+            mentioned()?;
             revise(settings)
         };
         let function = self.catalog.deploy(tenant, name, limits, revise_again).await?;
@@ -405,6 +427,7 @@ impl Runtime {
                 }
             }
         }
+        self.scrub_models().await;
         tracing::debug!("everything on disk was checked");
     }
 

@@ -1,6 +1,7 @@
 //! Who launches: a device that kernels run on, the tenants on it, and what each keeps there between two launches:
 //! compiled kernels that stay loaded, slots for trap records, and the control block of each of its streams.
 
+use std::any::Any;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -57,6 +58,7 @@ pub struct TenantKernels {
     context: Arc<Mutex<Option<Arc<LaunchContext>>>>,
     /// Held while a kernel of the tenant is compiled and loaded: one after the other, and each once.
     loading: Arc<tokio::sync::Mutex<()>>,
+    companion: OnceLock<Arc<dyn Any + Send + Sync>>,
 }
 
 /// What one who launches holds: an instance, a plan. Its launches are in order; those of two are not.
@@ -199,7 +201,14 @@ impl Kernels {
 
     fn keep(&self, among: &Tenants, name: &str, tenant: Tenant) -> Arc<TenantKernels> {
         let (images, background) = (self.images.clone(), self.background.clone());
-        let made = TenantKernels { tenant, images, background, context: Arc::default(), loading: Arc::default() };
+        let made = TenantKernels {
+            tenant,
+            images,
+            background,
+            context: Arc::default(),
+            loading: Arc::default(),
+            companion: OnceLock::new(),
+        };
         among.lock().get_or_insert(name.into(), || Arc::new(made)).clone()
     }
 
@@ -216,6 +225,12 @@ impl Kernels {
 }
 
 impl TenantKernels {
+    /// What somebody else keeps for the tenant on this device for as long as the tenant is here, as tensors do. Made
+    /// when it is first asked for; none if it is something else.
+    pub fn companion<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Option<Arc<T>> {
+        self.companion.get_or_init(|| Arc::new(make())).clone().downcast().ok()
+    }
+
     /// A stream for one who launches.
     pub fn stream(self: &Arc<Self>) -> LaunchStream {
         LaunchStream { kernels: self.clone(), stream: self.tenant.stream() }

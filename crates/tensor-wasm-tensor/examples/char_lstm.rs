@@ -55,6 +55,7 @@ fn train(options: &Options) -> Outcome<()> {
     let judge = || text.judge(&model, BATCH, LENGTH);
     let history = training.run(options.steps, &mut optimizer, &model.parameters(), loss, judge)?;
     training.report(&history, options)?;
+    support::save(&model, vec![text.alphabet()], options)?;
 
     let nothing = || Tensor::zeros(&[1, CharLstm::SIZE], DType::F32);
     let (mut hidden, mut memory, mut read) = (nothing(), nothing(), 0);

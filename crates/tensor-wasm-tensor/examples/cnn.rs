@@ -49,6 +49,7 @@ fn train(options: &Options) -> Outcome<()> {
     };
     let history = training.run(options.steps, &mut optimizer, &model.parameters(), loss, || judged.judge(&model))?;
     training.report(&history, options)?;
+    support::save(&model, Vec::new(), options)?;
     println!("on {} digits it has not seen: {:.2} %", judged.count(), history.accuracy() * 100.0);
     Ok(())
 }

@@ -43,6 +43,7 @@ fn train(options: &Options) -> Outcome<()> {
     };
     let history = fit(&training, options, &model, &trained, &judged)?;
     training.report(&history, options)?;
+    support::save(&model, Vec::new(), options)?;
     // What the layer in between is good for.
     let linear = models::linear(options.seed);
     let other = fit(&Training { name: "linear", is_shown: false, ..training }, options, &linear, &trained, &judged)?;

@@ -51,6 +51,7 @@ fn train(options: &Options) -> Outcome<()> {
     };
     let history = training.run(options.steps, &mut optimizer, &model.parameters(), loss, judge)?;
     training.report(&history, options)?;
+    support::save(&model, Vec::new(), options)?;
 
     let even = Points::exact(400);
     let guess = no_grad(|| model.forward(&even.x));

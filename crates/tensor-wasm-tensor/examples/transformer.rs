@@ -56,6 +56,7 @@ fn train(options: &Options) -> Outcome<()> {
     let judge = || text.judge(&model, BATCH, LENGTH);
     let history = training.run(options.steps, &mut optimizer, &model.parameters(), loss, judge)?;
     training.report(&history, options)?;
+    support::save(&model, vec![text.alphabet(), Transformer::heads()], options)?;
     let (first, last) = (history.losses.first().copied().unwrap_or(0.0), history.last_loss());
     if options.steps >= COMMAND.steps && last > first / 2.0 {
         return Err(format!("the loss did not halve: {first:.4} became {last:.4}").into());

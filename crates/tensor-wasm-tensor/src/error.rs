@@ -130,6 +130,16 @@ pub enum ErrorKind {
         crate::cpu::memory_limit()
     )]
     OutOfMemory { bytes: usize },
+    #[error("{bytes} bytes of memory are needed; at most {bytes_max} may be had, and {free} of them are free")]
+    OverBudget { bytes: usize, bytes_max: usize, free: usize },
+    #[error("there are {nodes_max} operations and tensors already, which is the most; drop some, or compute first")]
+    TooManyNodes { nodes_max: usize },
+    #[error("shape {shape:?}: a tensor has at most {elements_max} elements here")]
+    TooManyElements { shape: Vec<usize>, elements_max: usize },
+    #[error("it takes {estimate_ms} ms at least, and {left_ms} are left")]
+    NoTime { estimate_ms: u64, left_ms: u64 },
+    #[error("it was stopped")]
+    Stopped,
     #[error("the tensor of shape {shape:?} is not a single number; reduce it first, as with .sum(()) or .mean(())")]
     NotScalar { shape: Vec<usize> },
     #[error("the graph was freed by an earlier backward(); use grad() to go through it more than once")]

@@ -14,6 +14,7 @@
 //! Building an expression cannot fail: an operation that makes no sense makes a tensor that holds the error, and
 //! reading anything that depends on it says what was wrong, with which shapes, and in which line.
 
+mod account;
 mod auto;
 mod autograd;
 mod cpu;
@@ -37,6 +38,7 @@ mod shape;
 mod tensor;
 mod train;
 
+pub use account::{Account, AccountLimits, PlanNeed, Supervisor, charged_to, supervised};
 pub use autograd::{grad, no_grad};
 pub use cpu::{memory_limit, set_memory_limit, set_threads, threads, used_bytes};
 #[cfg(feature = "cuda")]

@@ -1,7 +1,7 @@
 //! Functions: deploy, list, show, revisions, rollback, traffic, delete.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 
 use axum::Json;
@@ -12,6 +12,7 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 use base64::read::DecoderReader;
 use http::{HeaderMap, StatusCode, header};
 use serde::{Deserialize, Serialize};
+use tensor_wasm_exec::catalog::upload::UploadKind;
 use tensor_wasm_exec::catalog::{FunctionRecord, MemoryKind, RevisionRecord, Settings, SettingsPatch, Traffic};
 use tensor_wasm_exec::engine::compile::CompileCost;
 use tensor_wasm_exec::guest::signature::ExportSignature;
@@ -88,6 +89,10 @@ pub(crate) struct SettingsRequest {
     #[serde(deserialize_with = "mentioned")]
     #[schema(value_type = Option<MemoryView>)]
     memory: Option<Option<MemoryView>>,
+    /// The models that it may open, all of them.
+    #[serde(deserialize_with = "mentioned")]
+    #[schema(value_type = Option<Vec<String>>)]
+    models: Option<Option<BTreeSet<String>>>,
 }
 
 /// Called only for a field that is there: null is `Some(None)`, absence stays `None`.
@@ -120,6 +125,10 @@ pub(crate) struct SettingsView {
     /// `pinned`: the device sees the linear memory of a core module in place.
     #[serde(skip_serializing_if = "Option::is_none")]
     memory: Option<MemoryView>,
+    /// The models that it may open.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    #[schema(value_type = Vec<String>)]
+    models: BTreeSet<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Deserialize, Serialize, ToSchema)]
@@ -131,7 +140,7 @@ enum MemoryView {
 
 impl From<SettingsRequest> for SettingsPatch {
     fn from(request: SettingsRequest) -> SettingsPatch {
-        let SettingsRequest { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = request;
+        let SettingsRequest { reuse, public, deadline_ms, memory_bytes, env, gpu, memory, models } = request;
         let kind = |memory: Option<MemoryView>| match memory {
             Some(MemoryView::Pinned) => MemoryKind::Pinned,
             Some(MemoryView::Pooled) | None => MemoryKind::Pooled,
@@ -141,6 +150,7 @@ impl From<SettingsRequest> for SettingsPatch {
             public: public.map(Option::unwrap_or_default),
             gpu: gpu.map(Option::unwrap_or_default),
             memory: memory.map(kind),
+            models: models.map(Option::unwrap_or_default),
             deadline_ms,
             memory_bytes,
             clears_env: matches!(env, Some(None)),
@@ -151,9 +161,9 @@ impl From<SettingsRequest> for SettingsPatch {
 
 impl From<&Settings> for SettingsView {
     fn from(settings: &Settings) -> SettingsView {
-        let Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory } = settings.clone();
+        let Settings { reuse, public, deadline_ms, memory_bytes, env, gpu, memory, models } = settings.clone();
         let memory = (memory == MemoryKind::Pinned).then_some(MemoryView::Pinned);
-        SettingsView { reuse, public, deadline_ms, memory_bytes, env, gpu, memory }
+        SettingsView { reuse, public, deadline_ms, memory_bytes, env, gpu, memory, models }
     }
 }
 
@@ -355,7 +365,7 @@ async fn deploy_for(
                 .map_err(|e| ApiError::bad_request("invalid_json", format!("?settings=: {e}")))?,
             None => SettingsRequest::default(),
         };
-        let (wasm, share) = upload::receive(gateway, tenant, body).await?;
+        let (wasm, share) = upload::receive(gateway, tenant, body, UploadKind::Module).await?;
         (wasm, settings, share)
     } else {
         let bytes_max = grown(gateway.runtime.config.limits_of(tenant).module_bytes_max.min(JSON_MODULE_BYTES_MAX));

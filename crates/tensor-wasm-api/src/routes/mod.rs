@@ -4,6 +4,7 @@ pub(crate) mod functions;
 pub(crate) mod invoke;
 pub(crate) mod jobs;
 pub(crate) mod logs;
+pub(crate) mod models;
 pub(crate) mod run;
 pub(crate) mod secrets;
 pub(crate) mod stream;
@@ -47,6 +48,8 @@ fn api(gateway: Shared) -> Router {
         .route("/functions/{f}/invoke", post(invoke::invoke))
         .route("/functions/{f}/invoke-async", post(jobs::submit))
         .route("/functions/{f}/invoke-stream", post(stream::invoke))
+        .route("/models", get(models::list))
+        .route("/models/{name}", get(models::show).put(models::add).delete(models::remove))
         .route("/jobs", get(jobs::list))
         .route("/jobs/{id}", get(jobs::show).delete(jobs::cancel))
         .fallback(gateway::not_found)

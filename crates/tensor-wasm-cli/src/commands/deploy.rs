@@ -1,26 +1,19 @@
 use std::fs::File;
-use std::io::{IsTerminal, Read, Seek};
+use std::io::{Read, Seek};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Map, Value};
+use ureq::http::Method;
 
 use crate::client::{Client, segment};
 use crate::output::outln;
 use crate::table::{field, print_json, short};
+use crate::upload::{Progress, Uploading};
 use crate::{Ended, Failed, Global};
 
 /// Compilations shorter than this are not worth a line.
 const NOTED_MS_MIN: u64 = 1_000;
-
-/// Without a terminal, the first line about progress comes after this long, and then one every so often.
-const LINE_AFTER: Duration = Duration::from_secs(2);
-const LINE_EVERY: Duration = Duration::from_secs(5);
 
 /// Deploy a module or component as a function.
 ///
@@ -61,6 +54,12 @@ pub(crate) struct Deploy {
     /// Where a core module's linear memory comes from: `pinned` is seen by the GPU in place. Needs --gpu.
     #[arg(long, value_name = "KIND", value_parser = ["pooled", "pinned"])]
     memory: Option<String>,
+    /// A model that it may open; those not named any more it may not. `tensor-wasm model list` lists them.
+    #[arg(long = "model", value_name = "NAME", overrides_with = "no_models")]
+    models: Vec<String>,
+    /// Let it open no models.
+    #[arg(long, overrides_with = "models")]
+    no_models: bool,
     /// An environment variable of the function. For what must stay secret use `tensor-wasm secret set`.
     #[arg(long, value_name = "NAME=VALUE")]
     env: Vec<String>,
@@ -89,8 +88,9 @@ impl Deploy {
             segment(&self.name),
             segment(&Value::Object(settings).to_string())
         );
-        let progress = Progress::new(bytes);
-        let answer = Client::new(global).upload(&path, bytes, Uploading { wasm, progress: &progress });
+        let progress = Progress::new(bytes, "compiling");
+        let body = Uploading { from: wasm, progress: &progress };
+        let answer = Client::new(global).upload(Method::POST, &path, "application/wasm", bytes, body);
         progress.end();
         let function = answer?;
         if global.json {
@@ -139,6 +139,9 @@ impl Deploy {
         if let Some(memory) = &self.memory {
             settings.insert("memory".to_owned(), memory.as_str().into());
         }
+        if !self.models.is_empty() || self.no_models {
+            settings.insert("models".to_owned(), self.models.as_slice().into());
+        }
         let mut env = Map::new();
         for name in &self.unset_env {
             env.insert(name.clone(), Value::Null);
@@ -170,90 +173,4 @@ fn open(path: &Path) -> Result<(Box<dyn Read>, u64), Failed> {
     let wasm = tensor_wasm_exec::local::binary(&text).map_err(|e| wrong(&e))?.into_owned();
     let bytes = wasm.len() as u64;
     Ok((Box::new(std::io::Cursor::new(wasm)), bytes))
-}
-
-/// Bytes sent, then how long the server has been compiling. On a terminal a bar and a spinner; elsewhere lines on
-/// stderr, and those only where it takes long enough to wonder.
-struct Progress {
-    bar: ProgressBar,
-    bytes: u64,
-    lines: Option<Lines>,
-}
-
-/// Lines for where there is no terminal, written by a thread of their own.
-struct Lines {
-    /// Becomes true when all bytes are sent.
-    sent: Arc<AtomicBool>,
-    /// Dropped at the end, which ends the thread.
-    end: Option<mpsc::Sender<()>>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Progress {
-    fn new(bytes: u64) -> Progress {
-        if !std::io::stderr().is_terminal() {
-            return Progress { bar: ProgressBar::hidden(), bytes, lines: Some(Lines::start(bytes)) };
-        }
-        let bar = ProgressBar::new(bytes);
-        let style = ProgressStyle::with_template("uploading {bar:30} {bytes}/{total_bytes}");
-        bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-        Progress { bar, bytes, lines: None }
-    }
-
-    fn sent(&self, bytes: usize) {
-        self.bar.inc(bytes as u64);
-        if self.bar.position() < self.bytes {
-            return;
-        }
-        match &self.lines {
-            Some(lines) => lines.sent.store(true, Ordering::Relaxed),
-            None => {
-                // The clock of the spinner is the compilation's, not the upload's.
-                self.bar.reset_elapsed();
-                let style = ProgressStyle::with_template("{spinner} compiling, {elapsed}");
-                self.bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
-                self.bar.enable_steady_tick(Duration::from_millis(100));
-            }
-        }
-    }
-
-    fn end(mut self) {
-        self.bar.finish_and_clear();
-        if let Some(mut lines) = self.lines.take() {
-            drop(lines.end.take());
-            let _ = lines.thread.take().map(JoinHandle::join);
-        }
-    }
-}
-
-impl Lines {
-    fn start(bytes: u64) -> Lines {
-        let sent = Arc::<AtomicBool>::default();
-        let (end, ended) = mpsc::channel();
-        let seen = sent.clone();
-        let write = move || {
-            let begun = Instant::now();
-            let mut wait = LINE_AFTER;
-            while ended.recv_timeout(wait) == Err(mpsc::RecvTimeoutError::Timeout) {
-                let doing = if seen.load(Ordering::Relaxed) { "compiling" } else { "uploading" };
-                eprintln!("{doing} {:.1} MB, {} s", bytes as f64 / 1e6, begun.elapsed().as_secs());
-                wait = LINE_EVERY;
-            }
-        };
-        let thread = std::thread::Builder::new().name("progress".to_owned()).spawn(write).ok();
-        Lines { sent, end: Some(end), thread }
-    }
-}
-
-struct Uploading<'a> {
-    wasm: Box<dyn Read>,
-    progress: &'a Progress,
-}
-
-impl Read for Uploading<'_> {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let read = self.wasm.read(buffer)?;
-        self.progress.sent(read);
-        Ok(read)
-    }
 }

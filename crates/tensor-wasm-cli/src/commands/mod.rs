@@ -13,6 +13,7 @@ pub(crate) mod kernel;
 pub(crate) mod logs;
 pub(crate) mod man;
 pub(crate) mod metrics;
+pub(crate) mod model;
 pub(crate) mod revisions;
 pub(crate) mod rollback;
 pub(crate) mod run;

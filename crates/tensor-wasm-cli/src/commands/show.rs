@@ -75,16 +75,13 @@ fn name_of(secret: &Value) -> Option<String> {
 
 /// As they are given to `deploy`.
 fn settings(settings: &Value) -> Vec<String> {
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
     let one = |(name, value): (&String, &Value)| match value {
         Value::Null | Value::Bool(false) => vec![],
         Value::Bool(true) => vec![name.clone()],
-        Value::Object(pairs) => {
-            let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-            pairs.iter().map(|(key, value)| format!("{name} {key}={}", text(value))).collect()
-        }
-        Value::Array(values) if values.is_empty() => vec![],
-        Value::String(text) => vec![format!("{name} {text}")],
-        other => vec![format!("{name} {other}")],
+        Value::Object(pairs) => pairs.iter().map(|(key, value)| format!("{name} {key}={}", text(value))).collect(),
+        Value::Array(values) => values.iter().map(|value| format!("{name} {}", text(value))).collect(),
+        other => vec![format!("{name} {}", text(other))],
     };
     settings.as_object().into_iter().flatten().flat_map(one).collect()
 }
@@ -120,7 +117,7 @@ mod tests {
             "traffic": [
                 { "revision": "0123456789abcdef", "weight": 9 }, { "revision": "fedcba9876543210", "weight": 1 },
             ],
-            "settings": { "public": true, "reuse": false, "deadline_ms": 50, "env": { "A": "b c" }, "memory": null },
+            "settings": { "public": true, "reuse": false, "deadline_ms": 50, "env": { "A": "b c" }, "memory": null, "models": ["m", "n"] },
             "secrets": ["KEY", { "name": "OTHER" }],
         });
         let expected = [
@@ -132,6 +129,8 @@ mod tests {
             ("traffic", "0123456789ab=9 fedcba987654=1"),
             ("setting", "deadline_ms 50"),
             ("setting", "env A=b c"),
+            ("setting", "models m"),
+            ("setting", "models n"),
             ("setting", "public"),
             ("secrets", "KEY OTHER"),
         ];

@@ -19,6 +19,7 @@ use slab::Slab;
 use crate::HashMap;
 use crate::config::Limits;
 use crate::failure::Rejection;
+use crate::guest::tensor::tenant_account;
 
 /// Pass added per start at weight 1; divisible by small weights without rounding.
 const STRIDE: u64 = 1 << 20;
@@ -35,6 +36,8 @@ pub struct Account {
     pub name: Arc<str>,
     pub limits: Limits,
     pub memory_used_bytes: AtomicU64,
+    /// What its functions' tensors on the CPU have.
+    pub tensors: Arc<tensor_wasm_tensor::Account>,
     /// Where the queue keeps the tenant, for as long as somebody holds the account or a call of it runs.
     pub(super) slot: Slot,
 }
@@ -42,7 +45,12 @@ pub struct Account {
 impl Account {
     /// An account that no queue knows, for a program in the foreground.
     pub(crate) fn foreground(limits: Limits) -> Account {
-        Account { name: "foreground".into(), limits, memory_used_bytes: AtomicU64::new(0), slot: Slot::MAX }
+        Account::new("foreground".into(), limits, Slot::MAX)
+    }
+
+    fn new(name: Arc<str>, limits: Limits, slot: Slot) -> Account {
+        let tensors = tenant_account(&limits);
+        Account { name, limits, memory_used_bytes: AtomicU64::new(0), tensors, slot }
     }
 }
 
@@ -247,7 +255,7 @@ impl<W> Queue<W> {
         let bucket = Bucket { tokens: f64::from(limits.rate_burst), at: now, limits: limits.clone() };
         let entry = self.tenants.vacant_entry();
         let slot = entry.key();
-        let account = Arc::new(Account { name: name.clone(), limits, memory_used_bytes: AtomicU64::new(0), slot });
+        let account = Arc::new(Account::new(name.clone(), limits, slot));
         entry.insert(Tenant { account, bucket, running: 0, waiting: VecDeque::new(), pass: 0 });
         self.slots.insert(name, slot);
         slot

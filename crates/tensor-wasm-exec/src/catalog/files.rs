@@ -5,7 +5,9 @@
 //! catalog.redb                    the store
 //! sources/ab/abcd….wasm           what was deployed, named by its BLAKE3 hash
 //! artifacts/ENGINE/abcd….cwasm    compiled from it by the engine with that identity
+//! models/ab/abcd….safetensors     models, named by their BLAKE3 hash
 //! manifests/ID.json               a copy of each function's record, from which the catalog can be rebuilt
+//! model-manifests/ID.json         the same of each model's
 //! quarantine/                     what was found damaged, moved here with a reason beside it
 //! kernels/                        compiled kernels (`tensor-wasm-launch`)
 //! tmp/                            files being written; emptied at start, once no other server can be writing them
@@ -20,7 +22,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::record::SourceHash;
+use super::record::{ModelHash, SourceHash};
 
 const FILE_MODE: u32 = 0o600;
 const DIR_MODE: u32 = 0o700;
@@ -34,7 +36,9 @@ impl Files {
     pub(crate) fn open(root: &Path) -> io::Result<Files> {
         let files = Files { root: root.to_owned(), serial: AtomicU64::new(0) };
         create_private_dir(root)?;
-        let folders = ["sources", "artifacts", "manifests", "quarantine", "kernels", "tmp"].map(|dir| root.join(dir));
+        let folders =
+            ["sources", "artifacts", "models", "manifests", "model-manifests", "quarantine", "kernels", "tmp"];
+        let folders = folders.map(|dir| root.join(dir));
         for dir in [root].into_iter().chain(folders.iter().map(PathBuf::as_path)) {
             create_private_dir(dir)?;
             match make_private(dir) {
@@ -84,6 +88,24 @@ impl Files {
 
     pub(crate) fn manifests(&self) -> PathBuf {
         self.root.join("manifests")
+    }
+
+    /// Where models are, in a folder for each beginning of a hash.
+    pub(crate) fn models(&self) -> PathBuf {
+        self.root.join("models")
+    }
+
+    pub(crate) fn model(&self, hash: &ModelHash) -> PathBuf {
+        let name = hash.as_str();
+        self.models().join(&name[..2]).join(format!("{name}.safetensors"))
+    }
+
+    pub(crate) fn model_manifest(&self, id: &str) -> PathBuf {
+        self.model_manifests().join(format!("{id}.json"))
+    }
+
+    pub(crate) fn model_manifests(&self) -> PathBuf {
+        self.root.join("model-manifests")
     }
 
     /// Compiled kernels, which can be compiled again.

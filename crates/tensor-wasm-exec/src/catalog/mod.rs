@@ -5,6 +5,7 @@
 //! `engine/pool.rs`). What it finds damaged at start it sets aside and says so, and serves the rest.
 
 mod files;
+pub mod models;
 pub mod record;
 pub mod secrets;
 pub mod settings;
@@ -18,10 +19,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Mutex, RwLock};
 use rand::Rng;
+use serde::de::DeserializeOwned;
 
 pub(crate) use self::files::{Files, hash as hash_of_file, write_private};
+use self::models::ModelIndex;
+pub use self::models::{AddedModel, ModelRecord};
 use self::record::Superseded;
-pub use self::record::{Flavor, FunctionRecord, Kind, Revision, RevisionRecord, Share, SourceHash, check_name};
+pub use self::record::{
+    Flavor, FunctionRecord, Kind, ModelHash, Revision, RevisionRecord, Share, SourceHash, check_name,
+};
 use self::secrets::{OpenSecrets, Vault};
 pub use self::secrets::{Secret, SecretsKey};
 pub use self::settings::{MemoryKind, Settings, SettingsPatch};
@@ -46,9 +52,12 @@ pub struct Catalog {
     references: Mutex<HashMap<SourceHash, Reference>>,
     locks: Vec<tokio::sync::Mutex<()>>,
     vault: Vault,
-    /// Locks that serialise what adds to a tenant's functions or secrets, so that their number is counted before one is
-    /// added. Taken before a function's.
+    models: ModelIndex,
+    /// Locks that serialise what adds to a tenant's functions, secrets or models, so that their number is counted
+    /// before one is added. Taken before a function's.
     tenant_locks: Vec<tokio::sync::Mutex<()>>,
+    /// Locks that serialise putting a model's file into its place and taking a damaged one away, by hash.
+    model_locks: Vec<tokio::sync::Mutex<()>>,
     /// A function's record or bytes were lost at start: sources without a function may belong to it and stay.
     is_incomplete: bool,
 }
@@ -122,6 +131,7 @@ impl Catalog {
             // Reading everything is the check: what cannot be walked is as bad as what cannot be opened.
             store.each::<serde::de::IgnoredAny>(Table::Functions, |_, _| {})?;
             store.each::<serde::de::IgnoredAny>(Table::Jobs, |_, _| {})?;
+            store.each::<serde::de::IgnoredAny>(Table::Models, |_, _| {})?;
             Ok(store)
         }) {
             Ok(store) => store,
@@ -129,7 +139,7 @@ impl Catalog {
                 tracing::error!(file = %path.display(), why, "the catalog is damaged; rebuilding it from the manifests");
                 damages.push(Damage {
                     what: path.display().to_string(),
-                    why: format!("{why}; functions were rebuilt from manifests/; jobs, results and secrets are lost"),
+                    why: format!("{why}; functions and models were rebuilt from their manifests; jobs, results and secrets are lost"),
                 });
                 files.quarantine(&path, &why);
                 rebuild(&files, &mut damages)?
@@ -146,6 +156,8 @@ impl Catalog {
             files,
             store,
             vault,
+            models: ModelIndex::default(),
+            model_locks: locks(),
             tenant_locks: locks(),
             index: RwLock::default(),
             references: Mutex::default(),
@@ -153,6 +165,7 @@ impl Catalog {
             is_incomplete: false,
         };
         let lost_secrets = catalog.load(&mut damages)?;
+        catalog.load_models(&mut damages)?;
         // A lost secret says nothing about sources: its function is here and refers to its own.
         catalog.is_incomplete = !damages.is_empty();
         damages.extend(lost_secrets);
@@ -414,28 +427,17 @@ impl Catalog {
 
     /// Checks the deployed bytes against their hash, reading them piece by piece.
     pub(crate) fn check_source(&self, source: &SourceHash) -> Result<(), SourceError> {
-        let path = self.files.source(source);
-        match files::hash(&path) {
-            Ok(found) if SourceHash::from(found) == *source => Ok(()),
-            Ok(_) => Err(SourceError::Damaged(format!("{}: the content does not match its hash", path.display()))),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                Err(SourceError::Damaged(format!("{}: missing", path.display())))
-            }
-            Err(error) => {
-                tracing::error!(file = %path.display(), %error, "a source cannot be read");
-                Err(SourceError::Unreadable(error.to_string()))
-            }
-        }
+        check_file(&self.files.source(source), |found| SourceHash::from(found) == *source)
     }
 
     /// Moves an upload to where its hash belongs (if it is not there, whole) and keeps it until the guard drops.
     pub(crate) fn pin_source(&self, upload: &Uploaded) -> Result<Pinned<'_>, Rejection> {
         let source = upload.source();
         self.references.lock().entry(source.clone()).or_default().count += 1;
-        let pinned = Pinned { catalog: self, source: source.clone() };
+        let pinned = Pinned { catalog: self, source };
         // Not under the lock: hashing a gigabyte takes a second. It is referred to, so it stays.
-        if self.check_source(source).is_err() {
-            let installed = self.files.install(upload.path(), &self.files.source(source));
+        if self.check_source(&pinned.source).is_err() {
+            let installed = self.files.install(upload.path(), &self.files.source(&pinned.source));
             installed.map_err(|e| Rejection::Storage { why: e.to_string() })?;
         }
         Ok(pinned)
@@ -468,21 +470,24 @@ impl Catalog {
         if self.is_incomplete {
             return;
         }
-        let root = self.files.source(&SourceHash::of(b"")).parent().and_then(Path::parent).map(Path::to_owned);
-        let Some(Ok(dirs)) = root.map(std::fs::read_dir) else { return };
-        for file in dirs.flatten().filter_map(|dir| std::fs::read_dir(dir.path()).ok()).flatten().flatten() {
-            let Some(Ok(source)) =
-                file.path().file_stem().map(|s| SourceHash::try_from(s.to_string_lossy().into_owned()))
-            else {
-                continue;
-            };
+        let Some(root) = self.files.source(&SourceHash::of(b"")).parent().and_then(Path::parent).map(Path::to_owned)
+        else {
+            return;
+        };
+        each_file(&root, |name, path| {
+            let Ok(source) = SourceHash::try_from(name) else { return };
             let references = self.references.lock();
             if !references.contains_key(&source) {
-                tracing::info!(file = %file.path().display(), "removing a source no function refers to");
-                let _ = std::fs::remove_file(file.path());
+                tracing::info!(file = %path.display(), "removing a source no function refers to");
+                let _ = std::fs::remove_file(path);
                 self.files.remove_artifacts(&source);
             }
-        }
+        });
+    }
+
+    /// Commits a function's record as it is: instances with what was its surroundings serve no later call.
+    pub(crate) async fn renew(&self, function: &FunctionRecord) -> Result<(), Rejection> {
+        self.change(&function.tenant, &function.name, |old| Ok(old.cloned())).await.map(drop)
     }
 
     /// Reads, changes and commits one function's record; `None` deletes it.
@@ -572,14 +577,10 @@ impl Catalog {
     }
 
     fn keep_manifest(&self, old: Option<&FunctionRecord>, new: Option<&FunctionRecord>) {
-        let kept = match (old, new) {
-            (_, Some(new)) => self.files.write(&self.files.manifest(&new.id), &store::encode(new)),
-            (Some(old), None) => std::fs::remove_file(self.files.manifest(&old.id)),
-            (None, None) => Ok(()),
-        };
-        if let Err(error) = kept {
-            // The store has it; only a later loss of the whole store would miss it.
-            tracing::warn!(%error, "could not update a manifest");
+        match (old, new) {
+            (_, Some(new)) => self.keep_manifest_file(&self.files.manifest(&new.id), Some(new)),
+            (Some(old), None) => self.keep_manifest_file::<FunctionRecord>(&self.files.manifest(&old.id), None),
+            (None, None) => {}
         }
     }
 
@@ -592,7 +593,8 @@ impl Catalog {
                 Read::Damaged(bytes, why) => {
                     let what = format!("record of function {}", key.replace('\0', "/"));
                     self.files.quarantine_bytes(&format!("function-{}", key.replace(['\0', '/'], "-")), &bytes, &why);
-                    let kept = manifests(&self.files, &mut Vec::new())?.into_iter().find(|f| f.key() == key);
+                    let kept = manifests::<FunctionRecord>(&self.files, &self.files.manifests(), &mut Vec::new())?;
+                    let kept = kept.into_iter().find(|f| f.key() == key);
                     let outcome = if kept.is_some() { "restored from its manifest" } else { "lost" };
                     tracing::error!(what, why, outcome, "quarantined");
                     damages.push(Damage { what, why: format!("{why}; {outcome}") });
@@ -688,29 +690,58 @@ impl Drop for Pinned<'_> {
 /// Makes a new store from the manifests, after the old one was set aside.
 fn rebuild(files: &Files, damages: &mut Vec<Damage>) -> Result<Store, StoreError> {
     let store = Store::open(&files.store())?;
-    let functions = manifests(files, damages)?;
-    let changes: Vec<Change> = functions.iter().map(|f| Change::put(Table::Functions, f.key(), f)).collect();
-    tracing::warn!(functions = changes.len(), "rebuilt the catalog from the manifests");
-    store.write_blocking(changes)?;
+    let functions: Vec<FunctionRecord> = manifests(files, &files.manifests(), damages)?;
+    let models: Vec<ModelRecord> = manifests(files, &files.model_manifests(), damages)?;
+    tracing::warn!(functions = functions.len(), models = models.len(), "rebuilt the catalog from the manifests");
+    let functions = functions.iter().map(|f| Change::put(Table::Functions, f.key(), f));
+    store.write_blocking(functions.chain(models.iter().map(|m| Change::put(Table::Models, m.key(), m))).collect())?;
     Ok(store)
 }
 
-/// Every function's record as its manifest has it; unreadable ones are set aside.
-fn manifests(files: &Files, damages: &mut Vec<Damage>) -> Result<Vec<FunctionRecord>, StoreError> {
+/// Every record as its manifest in a folder has it; unreadable ones are set aside.
+fn manifests<T: DeserializeOwned>(
+    files: &Files,
+    folder: &Path,
+    damages: &mut Vec<Damage>,
+) -> Result<Vec<T>, StoreError> {
     let io = |path: PathBuf, e: std::io::Error| StoreError::Io { path, why: e.to_string() };
-    let entries = std::fs::read_dir(files.manifests()).map_err(|e| io(files.manifests(), e))?;
-    let mut functions = Vec::new();
+    let entries = std::fs::read_dir(folder).map_err(|e| io(folder.to_owned(), e))?;
+    let mut records = Vec::new();
     for path in entries.flatten().map(|entry| entry.path()) {
         let bytes = std::fs::read(&path).map_err(|e| io(path.clone(), e))?;
-        match store::decode::<FunctionRecord>(&bytes) {
-            Read::Good(function) => functions.push(function),
+        match store::decode(&bytes) {
+            Read::Good(record) => records.push(record),
             Read::Damaged(_, why) => {
                 damages.push(Damage { what: path.display().to_string(), why: why.clone() });
                 files.quarantine(&path, &why);
             }
         }
     }
-    Ok(functions)
+    Ok(records)
+}
+
+/// Checks a file against the hash it is named by, reading it piece by piece.
+fn check_file(path: &Path, is_right: impl FnOnce(blake3::Hash) -> bool) -> Result<(), SourceError> {
+    match files::hash(path) {
+        Ok(found) if is_right(found) => Ok(()),
+        Ok(_) => Err(SourceError::Damaged(format!("{}: the content does not match its hash", path.display()))),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            Err(SourceError::Damaged(format!("{}: missing", path.display())))
+        }
+        Err(error) => {
+            tracing::error!(file = %path.display(), %error, "a file cannot be read");
+            Err(SourceError::Unreadable(error.to_string()))
+        }
+    }
+}
+
+/// The files in the folders of a folder, with their names without extensions.
+fn each_file(root: &Path, visit: impl Fn(String, &Path)) {
+    let folders = std::fs::read_dir(root).into_iter().flatten().flatten();
+    for file in folders.filter_map(|folder| std::fs::read_dir(folder.path()).ok()).flatten().flatten() {
+        let path = file.path();
+        visit(path.file_stem().unwrap_or_default().to_string_lossy().into_owned(), &path);
+    }
 }
 
 fn check_shares(shares: &[(String, u32)]) -> Result<(), Rejection> {

@@ -69,6 +69,11 @@ hash_type! {
 }
 
 hash_type! {
+    /// A model: the hash of its file's bytes, which names it. Two models, of two tenants too, may share the file.
+    ModelHash
+}
+
+hash_type! {
     /// A revision's id: the hash over its bytes' hash and its settings. Same bytes and settings, same revision.
     Revision
 }

@@ -3,14 +3,18 @@
 //! Settings belong to a revision: its id is a hash over the bytes and these. A deploy says only what changes (a
 //! [`SettingsPatch`]); everything else stays as the serving revision has it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
+use super::record::check_name;
 use crate::failure::Rejection;
 
 /// Names and values of the environment together: as much as fits a command line, and far more than a function needs.
 const ENV_BYTES_MAX: usize = 32 << 10;
+
+/// Models that a function names. Records hold their names, and each may be open at once.
+const MODELS_MAX: usize = 32;
 
 /// Where a function's linear memory comes from.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +56,9 @@ pub struct Settings {
     /// Where its linear memory comes from.
     #[serde(skip_serializing_if = "MemoryKind::is_pooled")]
     pub memory: MemoryKind,
+    /// Models that it may open, by name.
+    #[serde(skip_serializing_if = "BTreeSet::is_empty")]
+    pub models: BTreeSet<String>,
     /// Environment variables of the guest.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
@@ -64,6 +71,8 @@ pub struct SettingsPatch {
     pub public: Option<bool>,
     pub gpu: Option<bool>,
     pub memory: Option<MemoryKind>,
+    /// All that it may open from now on.
+    pub models: Option<BTreeSet<String>>,
     /// `Some(None)`: the tenant's.
     pub deadline_ms: Option<Option<u64>>,
     /// `Some(None)`: the tenant's.
@@ -91,6 +100,7 @@ impl SettingsPatch {
             memory: self.memory.unwrap_or(serving.memory),
             deadline_ms: self.deadline_ms.unwrap_or(serving.deadline_ms),
             memory_bytes: self.memory_bytes.unwrap_or(serving.memory_bytes),
+            models: self.models.as_ref().unwrap_or(&serving.models).clone(),
             env,
         }
     }
@@ -105,6 +115,12 @@ impl Settings {
         }
         if self.memory_bytes == Some(0) {
             return invalid("memory_bytes must be at least 1");
+        }
+        if self.models.len() > MODELS_MAX {
+            return invalid("models has more than 32 names");
+        }
+        if let Some(wrong) = self.models.iter().find_map(|name| check_name(name).err()) {
+            return invalid(&format!("models: {wrong}"));
         }
         if self.env.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>() > ENV_BYTES_MAX {
             return invalid("env has more than 32 KiB");
@@ -127,6 +143,7 @@ mod tests {
             public: true,
             deadline_ms: Some(5),
             memory: MemoryKind::Pinned,
+            models: ["m".to_owned()].into(),
             env: env(&[("A", "1"), ("B", "2")]),
             ..Settings::default()
         };
@@ -134,13 +151,16 @@ mod tests {
         let patch = SettingsPatch {
             public: Some(false),
             deadline_ms: Some(None),
+            models: Some(["n".to_owned()].into()),
             env: [("A".to_owned(), None), ("C".to_owned(), Some("3".to_owned()))].into(),
             ..SettingsPatch::default()
         };
-        let expected =
-            Settings { memory: MemoryKind::Pinned, env: env(&[("B", "2"), ("C", "3")]), ..Settings::default() };
+        let expected = Settings { memory: MemoryKind::Pinned, models: ["n".to_owned()].into(), ..Settings::default() };
+        let expected = Settings { env: env(&[("B", "2"), ("C", "3")]), ..expected };
         assert_eq!(patch.over(&serving), expected);
         let cleared = SettingsPatch { clears_env: true, ..SettingsPatch::default() }.over(&serving);
         assert!(cleared.env.is_empty() && cleared.public);
+        // What has its default is not written, so that a setting added later changes no revision's id.
+        assert_eq!(serde_json::to_string(&Settings::default()).unwrap(), "{}");
     }
 }

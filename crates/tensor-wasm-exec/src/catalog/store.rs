@@ -43,10 +43,12 @@ pub(crate) enum Table {
     IdempotencyKeys,
     /// `tenant NUL function id NUL name` → a secret's sealed value.
     Secrets,
+    /// `tenant NUL name` → model record.
+    Models,
 }
 
-pub(crate) const TABLES: [Table; 5] =
-    [Table::Functions, Table::Artifacts, Table::Jobs, Table::IdempotencyKeys, Table::Secrets];
+pub(crate) const TABLES: [Table; 6] =
+    [Table::Functions, Table::Artifacts, Table::Jobs, Table::IdempotencyKeys, Table::Secrets, Table::Models];
 
 impl Table {
     fn definition(self) -> TableDefinition<'static, &'static str, &'static [u8]> {
@@ -56,6 +58,7 @@ impl Table {
             Table::Jobs => "jobs",
             Table::IdempotencyKeys => "idempotency_keys",
             Table::Secrets => "secrets",
+            Table::Models => "models",
         })
     }
 }

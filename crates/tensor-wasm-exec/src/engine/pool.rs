@@ -27,7 +27,7 @@ use crate::guest::component::ComponentExport;
 use crate::guest::core::CoreExport;
 use crate::guest::running::{Given, RunningCall};
 use crate::guest::state::State;
-use crate::guest::{GuestError, failed_in_guest, gpu, state};
+use crate::guest::{GuestError, failed_in_guest, gpu, state, tensor};
 use crate::metrics::Metrics;
 
 /// A call may be served by an instance this often before a new one takes its place: a slow leak in a guest stays small.
@@ -85,6 +85,7 @@ pub(crate) fn component_linker(engine: &wasmtime::Engine) -> wasmtime::Result<co
     p2::add_to_linker_async(&mut linker)?;
     http_p2::add_only_http_to_linker_async(&mut linker)?;
     gpu::component::add_to_linker(&mut linker)?;
+    tensor::component::add_to_linker(&mut linker)?;
     Ok(linker)
 }
 

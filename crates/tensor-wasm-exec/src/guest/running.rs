@@ -2,8 +2,8 @@
 //! that takes part in the call, because counting a dozen references for each of a dozen parts took longer than the
 //! parts themselves.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -13,6 +13,7 @@ use tracing::Span;
 
 use super::http::Outbound;
 use super::stdio::{Captured, Sink};
+use super::tensor::plan::PlanLines;
 use crate::admission::Account;
 use crate::catalog::Serving;
 use crate::engine::pinned::PinnedMemories;
@@ -20,6 +21,7 @@ use crate::function_metrics::FunctionSeries;
 use crate::invoke::Usage;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
+use crate::models::Models;
 use tensor_wasm_launch::Kernels;
 
 /// What all calls of a runtime share and their guests may reach. Not the pool: kept instances hold their last call, so
@@ -34,6 +36,10 @@ pub(crate) struct Surroundings {
     /// Kernels on the device, once it is open, or why there is none.
     pub kernels: SetOnce<Result<Arc<Kernels>, String>>,
     pub pinned: Arc<PinnedMemories>,
+    /// Where plans of guests' tensors wait for their turns.
+    pub plans: PlanLines,
+    /// Models that functions open, once there is somebody who keeps them.
+    pub models: OnceLock<Arc<dyn Models>>,
 }
 
 pub(crate) struct RunningCall {

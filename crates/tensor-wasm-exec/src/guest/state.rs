@@ -18,6 +18,7 @@ use super::budget::Budget;
 use super::gpu::Session;
 use super::running::{Given, RunningCall, Surroundings};
 use super::stdio::{Output, Sink, Which};
+use super::tensor::TensorSession;
 use super::{GuestError, supervise};
 use crate::failure::Fault;
 
@@ -45,6 +46,8 @@ pub(crate) struct State {
     hooks: Hooks,
     /// What it has of the device, once it has asked for it.
     pub session: Option<Box<Session>>,
+    /// The same of tensors.
+    pub tensors: Option<Box<TensorSession>>,
     is_counted: bool,
 }
 
@@ -100,6 +103,7 @@ impl State {
             http: WasiHttpCtx::new(),
             hooks: Hooks::default(),
             session: None,
+            tensors: None,
             is_counted: false,
         }
     }
@@ -132,6 +136,9 @@ impl State {
         *self.call().span.lock() = tracing::Span::none();
         if let Some(session) = &mut self.session {
             session.end_call();
+        }
+        if let Some(tensors) = &mut self.tensors {
+            tensors.end_call();
         }
     }
 

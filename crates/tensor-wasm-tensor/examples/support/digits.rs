@@ -260,6 +260,11 @@ impl Digits {
         self.labels.len()
     }
 
+    /// The pixels of a picture, from 0 to 1, and its digit.
+    pub(crate) fn picture(&self, n: usize) -> Outcome<(Vec<f32>, i64)> {
+        Ok((self.pixels.narrow(0, n, 1).to_vec()?, self.labels[n]))
+    }
+
     fn part(&self, start: usize, count: usize) -> Digits {
         Digits { pixels: self.pixels.narrow(0, start, count), labels: self.labels[start..start + count].to_vec() }
     }

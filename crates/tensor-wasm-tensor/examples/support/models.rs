@@ -119,6 +119,11 @@ impl Transformer {
     const HEADS: usize = 4;
     const BLOCKS: u64 = 2;
 
+    /// How many heads there are, as a tensor that goes with a model: the shapes of the others do not say it.
+    pub(crate) fn heads() -> (String, Tensor) {
+        ("heads".to_owned(), Tensor::from_slice(&[i64::try_from(Transformer::HEADS).unwrap_or_default()], &[1]))
+    }
+
     pub(crate) fn new(letters: usize, seed: u64) -> Transformer {
         let seeds = seeds(seed);
         let width = Transformer::WIDTH;

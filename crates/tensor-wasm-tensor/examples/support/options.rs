@@ -1,5 +1,6 @@
 //! Options of a command line: `--name value` or `--name=value`. All examples have `--steps`, `--seed`, `--out`,
-//! `--precision`, `--device` and `--help`; some have options of their own, whose values are text.
+//! `--save`, `--save-dtype`, `--precision`, `--device` and `--help`; some have options of their own, whose values are
+//! text.
 
 use std::path::PathBuf;
 
@@ -38,10 +39,12 @@ pub(crate) enum Parsed {
     Help,
 }
 
-const COMMON: [Flag; 5] = [
+const COMMON: [Flag; 7] = [
     Flag { name: "steps", value: "N", about: "steps of training" },
     Flag { name: "seed", value: "N", about: "seed of everything that is random (1)" },
     Flag { name: "out", value: "DIR", about: "where files are written (target/examples-out)" },
+    Flag { name: "save", value: "FILE", about: "where the trained model is written, as safetensors" },
+    Flag { name: "save-dtype", value: "NAME", about: "what its numbers are written as, f32, f16 or bf16 (f32)" },
     Flag { name: "precision", value: "TYPE", about: "of products: f32, bf16 or f16 (f32)" },
     Flag { name: "device", value: "NAME", about: "cpu, cuda, cuda:N or auto; a GPU needs --features cuda (cpu)" },
 ];

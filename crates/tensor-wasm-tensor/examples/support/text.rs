@@ -9,7 +9,7 @@ use super::Outcome;
 use super::options::{Flag, Options};
 use super::training::Score;
 
-const STORY: &str = include_str!("text.txt");
+pub(crate) const STORY: &str = include_str!("text.txt");
 
 /// What examples with text take.
 pub(crate) const FLAGS: &[Flag] = &[
@@ -28,9 +28,14 @@ pub(crate) struct Text {
 }
 
 impl Text {
+    /// The story.
+    pub(crate) fn story(length: usize) -> Outcome<Text> {
+        Text::new(STORY, length)
+    }
+
     pub(crate) fn of_options(options: &Options, length: usize) -> Outcome<Text> {
         match options.get("text") {
-            None => Text::new(STORY, length),
+            None => Text::story(length),
             Some(file) => {
                 let text = std::fs::read_to_string(file).map_err(|why| format!("{file}: {why}"))?;
                 Text::new(&text, length).map_err(|why| format!("{file}: {why}").into())
@@ -59,6 +64,12 @@ impl Text {
         self.letters.len()
     }
 
+    /// The letters by number, as a tensor that goes with a model: code points, which say what its numbers mean.
+    pub(crate) fn alphabet(&self) -> (String, Tensor) {
+        let points: Vec<i64> = self.letters.iter().map(|letter| i64::from(u32::from(*letter))).collect();
+        ("alphabet".to_owned(), Tensor::from_slice(&points, &[points.len()]))
+    }
+
     /// Pieces from anywhere, `[batch, length]`, and the letter after each of theirs, `[batch * length]`.
     pub(crate) fn batch(&self, random: &mut StdRng, batch: usize, length: usize) -> (Tensor, Tensor) {
         let last = self.trained.len() - length - 1;
@@ -82,7 +93,12 @@ impl Text {
         &self.trained[..length.min(self.trained.len())]
     }
 
-    fn shown(&self, numbers: &[i64]) -> String {
+    /// The numbers of letters, if it has all of them.
+    pub(crate) fn numbers(&self, text: &str) -> Option<Vec<i64>> {
+        text.chars().map(|letter| i64::try_from(self.letters.binary_search(&letter).ok()?).ok()).collect()
+    }
+
+    pub(crate) fn shown(&self, numbers: &[i64]) -> String {
         numbers.iter().filter_map(|n| self.letters.get(usize::try_from(*n).ok()?)).collect()
     }
 

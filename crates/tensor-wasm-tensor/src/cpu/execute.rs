@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::map::MapProgram;
 use super::memory::CpuBuffer;
 use super::special;
+use crate::account;
 use crate::error::ErrorKind;
 use crate::graph::{Storage, Value};
 use crate::schedule::CompiledPlan;
@@ -109,6 +110,9 @@ pub(crate) fn execute(
     }
     for (n, step) in plan.steps.iter().enumerate() {
         let failed = |what: ErrorKind| (step.node(), what);
+        if n > 0 {
+            account::between_kernels().map_err(failed)?;
+        }
         match (step, &kernels.0[n]) {
             (Step::Map(kernel), Some(program)) => {
                 let made = buffers.results(plan, kernel).map_err(failed)?;
@@ -135,13 +139,13 @@ pub(crate) fn execute(
             }
             (Step::Map(_), None) => return Err(failed(ErrorKind::Bug { why: "a kernel was not compiled".to_owned() })),
         }
-        for (slot, buffer) in plan.slots.iter().zip(&mut buffers.slots) {
-            if slot.last_step == Some(n) {
-                *buffer = None;
-            }
+        for slot in step.slots().filter(|slot| plan.slots[*slot].last_step == Some(n)) {
+            buffers.slots[slot] = None;
         }
     }
     let value = |view: &BufferView| Ok(Value { storage: buffers.storage(view.source)?.clone(), layout: view.layout });
     let last = plan.steps.last().map_or(0, Step::node);
+    // Threads may have left a kernel that was to stop.
+    account::check_stopped().map_err(|what| (last, what))?;
     plan.outputs.iter().map(value).collect::<Result<_, _>>().map_err(|what| (last, what))
 }

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use half::{bf16, f16};
 use parking_lot::Mutex;
 
+use crate::account::Charge;
 use crate::dtype::{DType, Element};
 
 /// A cache line, and the widest vector.
@@ -78,6 +79,11 @@ fn machine_bytes() -> Option<usize> {
     kilobytes.checked_mul(1024)
 }
 
+/// What a buffer of that size takes, or nothing if there is none so large.
+pub(crate) fn block_bytes(bytes: usize) -> usize {
+    class(bytes).map_or(usize::MAX, |(_, block_bytes)| block_bytes)
+}
+
 /// The class of a size, and the bytes of its blocks.
 fn class(bytes: usize) -> Option<(usize, usize)> {
     let bytes = bytes.max(ALIGN);
@@ -114,6 +120,9 @@ pub(crate) struct CpuBuffer {
     start: NonNull<u8>,
     bytes: usize,
     owner: Owner,
+    /// Who pays for it, as long as it lives.
+    #[expect(dead_code, reason = "held for its end")]
+    charge: Charge,
 }
 
 enum Owner {
@@ -174,11 +183,12 @@ impl CpuBuffer {
     /// Memory with anything in it. None if there is none.
     pub(crate) fn uninitialized(bytes: usize) -> Option<CpuBuffer> {
         let (class, block_bytes) = class(bytes)?;
+        let charge = Charge::take(block_bytes)?;
         let used = USED_BYTES.fetch_add(block_bytes, Ordering::Relaxed);
         let made = used.checked_add(block_bytes).filter(|sum| *sum <= memory_limit());
         let made = made.and_then(|_| CpuBuffer::of_class(class, block_bytes));
         match made {
-            Some(start) => Some(CpuBuffer { start, bytes, owner: Owner::Cache { class, block_bytes } }),
+            Some(start) => Some(CpuBuffer { start, bytes, owner: Owner::Cache { class, block_bytes }, charge }),
             None => {
                 USED_BYTES.fetch_sub(block_bytes, Ordering::Relaxed);
                 None
@@ -205,12 +215,13 @@ impl CpuBuffer {
         Some(start)
     }
 
-    /// Takes over a vector without a copy.
-    pub(crate) fn of_vec<T: Element>(elements: Vec<T>) -> CpuBuffer {
+    /// Takes over a vector without a copy. None if nobody pays for it.
+    pub(crate) fn of_vec<T: Element>(elements: Vec<T>) -> Option<CpuBuffer> {
         let bytes = size_of_val(elements.as_slice());
+        let charge = Charge::take(bytes)?;
         let elements = Box::into_raw(elements.into_boxed_slice());
         let start = NonNull::new(elements.cast::<u8>()).unwrap_or(NonNull::<u64>::dangling().cast());
-        CpuBuffer { start, bytes, owner: Owner::Other(Box::new(RawElements(elements))) }
+        Some(CpuBuffer { start, bytes, owner: Owner::Other(Box::new(RawElements(elements))), charge })
     }
 
     pub(crate) fn of_slice<T: Element>(elements: &[T]) -> Option<CpuBuffer> {
@@ -230,7 +241,8 @@ impl CpuBuffer {
         if part.is_empty() || !start.addr().get().is_multiple_of(dtype.size()) {
             return CpuBuffer::of_slice(part);
         }
-        Some(CpuBuffer { start, bytes: part.len(), owner: Owner::Other(Box::new(file.clone())) })
+        let charge = Charge::take(part.len())?;
+        Some(CpuBuffer { start, bytes: part.len(), owner: Owner::Other(Box::new(file.clone())), charge })
     }
 
     /// Whether its memory is this library's own, and not a file or something that somebody gave.

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
+use crate::account;
+
 /// A thread looks for more work this long before it parks: waking one takes tens of microseconds.
 const SPIN: Duration = Duration::from_micros(30);
 
@@ -106,6 +108,18 @@ fn wait_for_pool() -> Option<&'static Pool> {
 
 /// Does `run(0)` to `run(items - 1)`, in any order and on any threads.
 pub(crate) fn parallel(items: usize, run: &(dyn Fn(usize) + Sync)) {
+    match account::supervisor() {
+        None => share_out(items, run),
+        // Nobody will see what comes of a kernel that is to stop.
+        Some(supervisor) => share_out(items, &|item| {
+            if !supervisor.is_stopped() {
+                run(item);
+            }
+        }),
+    }
+}
+
+fn share_out(items: usize, run: &(dyn Fn(usize) + Sync)) {
     let helpers = threads().min(items).saturating_sub(1);
     let pool = if helpers == 0 { None } else { Some(pool()) };
     let held = pool.and_then(|pool| Some((pool, pool.user.try_lock()?)));

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, Stream, block_on};
+use tensor_wasm_gpu::{Completion, Graph, GraphStep, Handle, Param, Params, Stream, block_on};
 
 use super::map::FLAGS_BYTES;
 use super::plan::{CudaLaunch, CudaPlan, LaunchArgument, output_of};
-use super::{CudaBuffer, CudaDevice, Pending};
+use super::{CudaBuffer, CudaDevice, Pending, failed};
+use crate::account;
 use crate::cpu::register_of;
 use crate::dtype::DType;
 use crate::error::ErrorKind;
@@ -19,6 +20,9 @@ const GRAPHS_MAX: usize = 4;
 
 /// Launches that are sent at once.
 const BATCH_MAX: usize = 512;
+
+/// The same for a plan under a supervisor, which is asked in between.
+const SUPERVISED_BATCH_MAX: usize = 64;
 
 /// A plan as a device has it, once it has run there.
 #[derive(Default)]
@@ -237,7 +241,13 @@ impl PlanState {
         let device = &self.device;
         let completion = if self.runs == 1 || steps.len() == 1 || steps.len() > BATCH_MAX {
             let mut last = None;
-            for batch in steps.chunks(BATCH_MAX) {
+            // Who may end a plan between kernels must not be ahead of the device by more than some of them.
+            let is_supervised = account::supervisor().is_some();
+            for batch in steps.chunks(if is_supervised { SUPERVISED_BATCH_MAX } else { BATCH_MAX }) {
+                if let Some(before) = last.take().filter(|_| is_supervised) {
+                    Completion::wait(before).map_err(|error| failed(&error))?;
+                }
+                account::between_kernels()?;
                 last = Some(device.when_possible(|stream| stream.run(batch, &overwritten))?);
             }
             last.ok_or_else(missing)?

@@ -14,9 +14,9 @@ mod numbers;
 pub(crate) mod plan;
 mod product;
 mod special;
-mod tile;
 #[cfg(test)]
 pub(crate) mod tests;
+mod tile;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -112,6 +112,13 @@ impl CudaDevice {
         let stream = tenant.stream();
         let (name, workspace) = (name.to_owned(), Mutex::default());
         Ok(CudaDevice(Arc::new(Opened { name, tenant, stream, memory_bytes_max, workspace })))
+    }
+
+    /// A device for tensors of somebody who is a tenant of it already, on a stream of its own: the tenant's quota and
+    /// its part of the device's time are theirs.
+    pub fn of_tenant(tenant: Tenant, memory_bytes_max: u64) -> CudaDevice {
+        let (name, stream, workspace) = (format!("cuda, {}", tenant.name()), tenant.stream(), Mutex::default());
+        CudaDevice(Arc::new(Opened { name, tenant, stream, memory_bytes_max, workspace }))
     }
 
     /// Bytes of its memory that tensors have, and what plans keep for their next run.

@@ -194,7 +194,8 @@ fn is_product_needed(plan: &HalvedPlan, step: usize) -> bool {
 /// A product as the device's library does it, if it has an algorithm for it, and room to work in; or why not.
 fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<LoweredKernel, String> {
     let Some(Step::Special(kernel)) = &plan.steps[step] else { return Err("it is fused".to_owned()) };
-    let lowered = product::of(kernel, is_product_needed(plan, step)).ok_or("a library has none of this type or layout")?;
+    let lowered =
+        product::of(kernel, is_product_needed(plan, step)).ok_or("a library has none of this type or layout")?;
     let made = device.workspace().and_then(|_| load_program(device, &lowered.program));
     made.map(|_| lowered).map_err(|why| why.to_string())
 }

@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use self::op::{Movement, Op};
+use crate::account::NodeCharge;
 use crate::cpu::memory::CpuBuffer;
 #[cfg(feature = "cuda")]
 use crate::cuda::CudaBuffer;
@@ -38,6 +39,9 @@ pub(crate) struct Node {
     pub gradients: OnceLock<Arc<Gradients>>,
     /// Whether gradients are asked for, and not only flow through it.
     pub is_asked: bool,
+    /// Whose node it is, as long as it lives.
+    #[expect(dead_code, reason = "held for its end")]
+    pub charge: NodeCharge,
 }
 
 #[derive(Default)]
@@ -202,8 +206,8 @@ impl Node {
     ) -> Arc<Node> {
         let (id, at) = (NODES.fetch_add(1, Ordering::Relaxed), caller(at));
         let (state, depth, gradients) = (Mutex::new(state), AtomicU32::new(depth), OnceLock::new());
-        let asked = asked_operation();
-        Arc::new(Node { id, shape, dtype, requires_grad, at, asked, state, depth, gradients, is_asked: false })
+        let (asked, charge) = (asked_operation(), NodeCharge::take());
+        Arc::new(Node { id, shape, dtype, requires_grad, at, asked, state, depth, gradients, is_asked: false, charge })
     }
 
     /// The same elements as another node, as something that gradients are asked for.
@@ -224,6 +228,7 @@ impl Node {
             depth,
             gradients,
             is_asked: true,
+            charge: NodeCharge::take(),
         })
     }
 

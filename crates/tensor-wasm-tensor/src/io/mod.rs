@@ -50,7 +50,8 @@ pub use self::idx::{load_idx, read_idx};
 pub use self::json::{from_json, to_json};
 pub use self::npy::{load_npy, load_npz, load_npz_within, read_npy, read_npz, save_npy, save_npz, write_npy};
 pub use self::safetensors::{
-    Safetensors, load_safetensors, read_safetensors, save_safetensors, save_safetensors_with, write_safetensors,
+    Safetensors, SafetensorsEntry, SafetensorsHeader, load_safetensors, read_safetensors, save_safetensors,
+    save_safetensors_with, write_safetensors,
 };
 pub use self::zip::{INFLATED_BYTES_MAX, INFLATED_PER_BYTE_MAX};
 use crate::cpu::memory::{CpuBuffer, FileBytes};
@@ -233,13 +234,25 @@ fn tensor_of(
         let mut copy = Vec::new();
         copy.try_reserve_exact(bytes).map_err(|_| Why::Memory { bytes })?;
         copy.extend_from_slice(part);
-        if let Some(n) = copy.iter().position(|byte| *byte > 1) {
-            return Err(format!("element {n} is the byte {}, and a bool is 0 or 1", copy[n]).into());
-        }
-        return finish(CpuBuffer::of_vec(copy), dtype, shape, order, at);
+        return finish(bools(copy)?, dtype, shape, order, at);
     }
     let buffer = CpuBuffer::of_file(file, span, dtype).ok_or(Why::Memory { bytes })?;
     finish(buffer, dtype, shape, order, at)
+}
+
+/// Bytes as bools, which not all bytes are.
+fn bools(bytes: Vec<u8>) -> Parsed<CpuBuffer> {
+    check_bools(&bytes, 0)?;
+    let count = bytes.len();
+    CpuBuffer::of_vec(bytes).ok_or(Why::Memory { bytes: count })
+}
+
+/// Whether bytes are bools; `first` is the number of the first of them in its tensor.
+fn check_bools(bytes: &[u8], first: usize) -> Parsed<()> {
+    match bytes.iter().position(|byte| *byte > 1) {
+        Some(n) => Err(format!("element {} is the byte {}, and a bool is 0 or 1", first + n, bytes[n]).into()),
+        None => Ok(()),
+    }
 }
 
 fn finish(buffer: CpuBuffer, dtype: DType, shape: Shape, order: Order, at: Caller) -> Parsed<Tensor> {

@@ -1,15 +1,19 @@
 //! Safetensors: a header in JSON that says of each tensor its type, shape and span, and then the elements of all. The
 //! spans cover what follows the header exactly, in any order, without gaps.
 
-use std::collections::BTreeMap;
-use std::io::Write;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::panic::Location;
 use std::path::Path;
 use std::sync::Arc;
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 
-use super::{FileCall, Order, Parsed, Why, bytes_of, element_bytes, open, save, shortened, tensor_of};
+use super::{
+    FileCall, Order, Parsed, Why, bools, bytes_of, check_bools, element_bytes, finish, open, read_exactly, save,
+    shape_of, shortened, tensor_of,
+};
 use crate::cpu::memory::FileBytes;
 use crate::dtype::DType;
 use crate::error::Result;
@@ -20,6 +24,11 @@ const PREFIX_BYTES: usize = 8;
 
 /// Bytes of a header, as in the format's own library.
 const HEADER_BYTES_MAX: usize = 100_000_000;
+
+/// Bools that are checked at once.
+const CHECKED_BYTES: usize = 64 << 10;
+
+const CUT: &str = "it became shorter while it was read";
 
 /// Where elements begin in files written here is a multiple of this: they are aligned in a mapping.
 const DATA_ALIGN: usize = 64;
@@ -170,8 +179,98 @@ fn write(to: &mut impl Write, tensors: &[(String, Tensor)], metadata: &BTreeMap<
     Ok(())
 }
 
-/// A header. The entries stay in the order in which they are written: then two of one name are seen.
-struct Header {
+/// What a safetensors file says that it holds, checked against its size: every tensor has the bytes of its shape, and
+/// all of them together are what follows the header, each byte once. The elements are not read.
+///
+/// ```
+/// use tensor_wasm_tensor::{DType, Tensor, io};
+///
+/// let mut file = Vec::new();
+/// io::write_safetensors(&mut file, [("w", Tensor::zeros(&[2, 3], DType::F32))], &Default::default())?;
+/// let mut reader = &file[..];
+/// let header = io::SafetensorsHeader::read(&mut reader, file.len() as u64, 1 << 20)?;
+/// assert_eq!(header.tensors()[0].shape, [2, 3]);
+/// // The reader is now where the elements begin.
+/// assert_eq!(header.read_elements(reader)?.tensors["w"].shape()[..], [2, 3]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct SafetensorsHeader {
+    /// In the order in which elements follow each other.
+    tensors: Vec<SafetensorsEntry>,
+    metadata: BTreeMap<String, String>,
+    /// Where elements begin.
+    data: u64,
+}
+
+/// A tensor that a header names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SafetensorsEntry {
+    pub name: String,
+    pub dtype: DType,
+    pub shape: Vec<usize>,
+    /// Of what follows the header.
+    span: Range<usize>,
+}
+
+impl SafetensorsHeader {
+    /// Reads the header of a file of so many bytes, if it has no more than those allowed: a header is parsed in memory,
+    /// as about ten times of what it is in the file.
+    #[track_caller]
+    pub fn read(mut from: impl Read, file_bytes: u64, header_bytes_max: usize) -> Result<SafetensorsHeader> {
+        let call = FileCall::on_bytes("SafetensorsHeader::read", Location::caller());
+        call.run(|_| read_header(&mut from, file_bytes, header_bytes_max))
+    }
+
+    /// In the order in which their elements follow each other.
+    pub fn tensors(&self) -> &[SafetensorsEntry] {
+        &self.tensors
+    }
+
+    /// Whatever somebody wanted to say about them.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// Reads the elements, from where they begin. Memory is taken for one tensor after the other, and for all of them
+    /// together as much as they have in the file.
+    #[track_caller]
+    pub fn read_elements(self, mut from: impl Read) -> Result<Safetensors> {
+        FileCall::on_bytes("SafetensorsHeader::read_elements", Location::caller()).run(|at| {
+            let mut tensors = BTreeMap::new();
+            for SafetensorsEntry { name, dtype, shape, span } in self.tensors {
+                let of = |why: Why| why.of(&format!("{:?}", shortened(name.as_bytes())));
+                let bytes = read_exactly(&mut from, span.len())?.ok_or_else(|| of(CUT.into()))?;
+                let all = 0..bytes.len();
+                let tensor = match dtype {
+                    DType::Bool => finish(bools(bytes).map_err(of)?, dtype, shape_of(&shape)?, Order::RowsFirst, at),
+                    _ => tensor_of(&Arc::new(FileBytes::Read(bytes)), all, dtype, &shape, Order::RowsFirst, at),
+                };
+                tensors.insert(name.clone(), tensor.map_err(of)?);
+            }
+            Ok(Safetensors { tensors, metadata: self.metadata })
+        })
+    }
+
+    /// Whether the elements are what they can be, which of bools alone not every byte is. Reads those and no others.
+    #[track_caller]
+    pub fn check_elements(&self, mut from: impl Read + Seek) -> Result<()> {
+        FileCall::on_bytes("SafetensorsHeader::check_elements", Location::caller()).run(|_| {
+            for SafetensorsEntry { name, span, .. } in self.tensors.iter().filter(|entry| entry.dtype == DType::Bool) {
+                let of = |why: Why| why.of(&format!("{:?}", shortened(name.as_bytes())));
+                from.seek(SeekFrom::Start(self.data + span.start as u64))?;
+                for start in (0..span.len()).step_by(CHECKED_BYTES) {
+                    let bytes = read_exactly(&mut from, CHECKED_BYTES.min(span.len() - start))?;
+                    check_bools(&bytes.ok_or_else(|| of(CUT.into()))?, start).map_err(of)?;
+                }
+            }
+            Ok(())
+        })
+    }
+}
+
+/// The entries stay in the order in which they are written: then two of one name are seen.
+struct HeaderText {
     entries: Vec<(String, Entry)>,
     metadata: BTreeMap<String, String>,
 }
@@ -184,18 +283,18 @@ struct Entry {
     data_offsets: [usize; 2],
 }
 
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Header, D::Error> {
+impl<'de> Deserialize<'de> for HeaderText {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<HeaderText, D::Error> {
         struct HeaderVisitor;
         impl<'de> Visitor<'de> for HeaderVisitor {
-            type Value = Header;
+            type Value = HeaderText;
 
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("an object with a tensor for each name")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Header, A::Error> {
-                let mut header = Header { entries: Vec::new(), metadata: BTreeMap::new() };
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<HeaderText, A::Error> {
+                let mut header = HeaderText { entries: Vec::new(), metadata: BTreeMap::new() };
                 while let Some(name) = map.next_key::<String>()? {
                     let named =
                         |error: A::Error| A::Error::custom(format!("{:?}: {error}", shortened(name.as_bytes())));
@@ -215,36 +314,41 @@ impl<'de> Deserialize<'de> for Header {
 
 fn read(file: &Arc<FileBytes>, at: Caller) -> Parsed<Safetensors> {
     let all = file.get();
-    let cut = || Why::Wrong(format!("it is cut off, or no safetensors file: it has {} bytes", all.len()));
-    let (len, rest) = all.split_first_chunk().ok_or_else(cut)?;
-    let len = usize::try_from(u64::from_le_bytes(*len)).unwrap_or(usize::MAX);
-    if len > rest.len() {
-        let has = rest.len();
-        let why = format!("it says that its header has {len} bytes, and {has} are there");
-        return Err(format!("{why}: it is cut off, or no safetensors file").into());
-    }
-    if len > HEADER_BYTES_MAX {
-        return Err(format!("its header has {len} bytes, and at most {HEADER_BYTES_MAX} are read").into());
-    }
-    // A copy: what is mapped could become something else between two looks at it.
-    let text = String::from_utf8(rest[..len].to_vec()).map_err(|error| {
-        format!("its header is not UTF-8, from byte {} on", PREFIX_BYTES + error.utf8_error().valid_up_to())
-    })?;
-    let Header { entries, metadata } =
-        serde_json::from_str(&text).map_err(|error| format!("its header is no such thing: {error}"))?;
-    let data = PREFIX_BYTES + len;
-    check(&entries, all.len() - data)?;
+    let header = read_header(&mut &*all, all.len() as u64, HEADER_BYTES_MAX)?;
+    let data = usize::try_from(header.data).unwrap_or(usize::MAX);
     let mut tensors = BTreeMap::new();
-    for (name, Entry { dtype, shape, data_offsets: [start, end] }) in entries {
+    for SafetensorsEntry { name, dtype, shape, span } in header.tensors {
         let of = |why: Why| why.of(&format!("{:?}", shortened(name.as_bytes())));
-        let dtype = named(&dtype).map_err(of)?;
-        let tensor = tensor_of(file, data + start..data + end, dtype, &shape, Order::RowsFirst, at).map_err(of)?;
-        if tensors.contains_key(&name) {
-            return Err(of("there are two of that name".into()));
-        }
+        let span = data + span.start..data + span.end;
+        let tensor = tensor_of(file, span, dtype, &shape, Order::RowsFirst, at).map_err(of)?;
         tensors.insert(name, tensor);
     }
-    Ok(Safetensors { tensors, metadata })
+    Ok(Safetensors { tensors, metadata: header.metadata })
+}
+
+/// Reads a header and leaves the reader where the elements begin.
+fn read_header(from: &mut impl Read, file_bytes: u64, header_bytes_max: usize) -> Parsed<SafetensorsHeader> {
+    let Some(rest) = file_bytes.checked_sub(PREFIX_BYTES as u64) else {
+        return Err(format!("it is cut off, or no safetensors file: it has {file_bytes} bytes").into());
+    };
+    let mut prefix = [0; PREFIX_BYTES];
+    from.read_exact(&mut prefix)?;
+    let len = u64::from_le_bytes(prefix);
+    if len > rest {
+        let why = format!("it says that its header has {len} bytes, and {rest} are there");
+        return Err(format!("{why}: it is cut off, or no safetensors file").into());
+    }
+    let bytes = usize::try_from(len).ok().filter(|len| *len <= header_bytes_max);
+    let bytes = bytes.ok_or_else(|| format!("its header has {len} bytes, and at most {header_bytes_max} are read"))?;
+    // A copy: what is mapped could become something else between two looks at it.
+    let text = read_exactly(from, bytes)?.ok_or(CUT)?;
+    let text = String::from_utf8(text).map_err(|error| {
+        format!("its header is not UTF-8, from byte {} on", PREFIX_BYTES + error.utf8_error().valid_up_to())
+    })?;
+    let HeaderText { entries, metadata } =
+        serde_json::from_str(&text).map_err(|error| format!("its header is no such thing: {error}"))?;
+    let has = usize::try_from(rest - len).unwrap_or(usize::MAX);
+    Ok(SafetensorsHeader { tensors: checked(entries, has)?, metadata, data: PREFIX_BYTES as u64 + len })
 }
 
 fn named(name: &str) -> Parsed<DType> {
@@ -253,14 +357,15 @@ fn named(name: &str) -> Parsed<DType> {
     found.ok_or_else(|| Why::Wrong(format!("its elements are {:?}; known are {known}", shortened(name.as_bytes()))))
 }
 
-/// Whether every tensor has the bytes of its shape, and all of them together what is there, each byte once.
-fn check(entries: &[(String, Entry)], has: usize) -> Parsed<()> {
-    let mut spans: Vec<(usize, usize, &str)> = Vec::new();
+/// The entries in the order of their elements, if every tensor has the bytes of its shape, and all of them together
+/// what is there, each byte once.
+fn checked(entries: Vec<(String, Entry)>, has: usize) -> Parsed<Vec<SafetensorsEntry>> {
+    let mut checked = Vec::new();
     for (name, Entry { dtype, shape, data_offsets: [start, end] }) in entries {
         let of = |why: Why| why.of(&format!("{:?}", shortened(name.as_bytes())));
-        let dtype = named(dtype).map_err(of)?;
-        let bytes = bytes_of(shape, dtype).map_err(of)?;
-        if *start > *end || *end > has {
+        let dtype = named(&dtype).map_err(of)?;
+        let bytes = bytes_of(&shape, dtype).map_err(of)?;
+        if start > end || end > has {
             let why = format!("it says bytes {start} to {end} of {has}: the file is cut off, or damaged");
             return Err(of(why.into()));
         }
@@ -268,21 +373,26 @@ fn check(entries: &[(String, Entry)], has: usize) -> Parsed<()> {
             let why = format!("shape {shape:?} of {dtype} has {bytes} bytes, and it says {}", end - start);
             return Err(of(why.into()));
         }
-        spans.push((*start, *end, name));
+        checked.push(SafetensorsEntry { name, dtype, shape, span: start..end });
     }
-    spans.sort_unstable();
+    checked.sort_unstable_by(|a, b| (a.span.start, a.span.end, &a.name).cmp(&(b.span.start, b.span.end, &b.name)));
     let mut covered = 0;
-    for (start, end, name) in spans {
-        if start != covered {
-            let what = if start < covered { "overlaps with another tensor" } else { "leaves a gap before it" };
-            return Err(
-                Why::Wrong(format!("it {what}, at byte {start}")).of(&format!("{:?}", shortened(name.as_bytes())))
-            );
+    for SafetensorsEntry { name, span, .. } in &checked {
+        if span.start != covered {
+            let what = if span.start < covered { "overlaps with another tensor" } else { "leaves a gap before it" };
+            let why = Why::Wrong(format!("it {what}, at byte {}", span.start));
+            return Err(why.of(&format!("{:?}", shortened(name.as_bytes()))));
         }
-        covered = end;
+        covered = span.end;
     }
     if covered != has {
         return Err(format!("{} bytes at its end belong to no tensor", has - covered).into());
     }
-    Ok(())
+    let mut names = BTreeSet::new();
+    match checked.iter().find(|entry| !names.insert(&entry.name)) {
+        Some(twice) => {
+            Err(Why::from("there are two of that name").of(&format!("{:?}", shortened(twice.name.as_bytes()))))
+        }
+        None => Ok(checked),
+    }
 }

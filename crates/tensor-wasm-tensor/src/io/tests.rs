@@ -302,6 +302,13 @@ fn safetensors_that_lie_are_refused_in_words() {
         let entry = |span: &str| format!(r#"{{"dtype":"U8","shape":[4],"data_offsets":{span}}}"#);
         format!(r#"{{"a":{},"b":{}}}"#, entry(a), entry(b)).into_bytes()
     };
+    // Whole, and in pieces.
+    let streamed = |file: &[u8]| {
+        let mut from = std::io::Cursor::new(file);
+        let header = SafetensorsHeader::read(&mut from, file.len() as u64, 1 << 20)?;
+        header.check_elements(std::io::Cursor::new(file))?;
+        header.read_elements(from)
+    };
     let deep = [b"{\"w\":".to_vec(), vec![b'['; 1 << 16]].concat();
     for (file, expected) in [
         (Vec::new(), "it is cut off, or no safetensors file: it has 0 bytes"),
@@ -333,14 +340,22 @@ fn safetensors_that_lie_are_refused_in_words() {
         ),
     ] {
         if expected.is_empty() {
-            assert!(read_safetensors(&file).is_ok());
+            assert!(read_safetensors(&file).is_ok() && streamed(&file).is_ok());
             let mut bad = file;
             *bad.last_mut().unwrap() = 7;
             refused(read_safetensors(&bad), "\"w\": element 0 is the byte 7, and a bool is 0 or 1");
+            refused(streamed(&bad), "\"w\": element 0 is the byte 7, and a bool is 0 or 1");
         } else {
             refused(read_safetensors(&file), expected);
+            refused(streamed(&file), expected);
         }
     }
+    let file = safetensors(&one("F32", "[2]", "[0,8]"), 8);
+    let read = |bytes: &[u8], header_bytes_max| SafetensorsHeader::read(bytes, file.len() as u64, header_bytes_max);
+    refused(read(&file, 10), "its header has 51 bytes, and at most 10 are read");
+    refused(read(&file[..20], 1000), "it became shorter while it was read");
+    let cut = &file[file.len() - 8..file.len() - 1];
+    refused(read(&file, 1000).unwrap().read_elements(cut), "\"w\": it became shorter while it was read");
     let (x, mut to) = (some(DType::F32, &[1]), Vec::new());
     let pair = [("x", x.clone()), ("x", x.clone())];
     refused(write_safetensors(&mut to, pair, &no_metadata()), "\"x\": there are two of that name");

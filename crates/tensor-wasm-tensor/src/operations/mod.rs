@@ -105,13 +105,9 @@ impl Operation {
         text
     }
 
-    /// Calls it. `dtype` is what floats are that come from nowhere.
-    pub(crate) fn call(
-        &self,
-        unnamed: &[Argument],
-        named: &[(String, Argument)],
-        dtype: DType,
-    ) -> Result<Tensor, String> {
+    /// Calls it with arguments as they come, and others by name. `dtype` is what floats are that come from nowhere. An
+    /// error says what does not fit; what is wrong with the tensors themselves the result says when it is read.
+    pub fn call(&self, unnamed: &[Argument], named: &[(String, Argument)], dtype: DType) -> Result<Tensor, String> {
         let arguments = Arguments::bind(self.parameters, unnamed, named, dtype);
         arguments
             .and_then(|arguments| (self.apply)(&arguments))
@@ -410,10 +406,18 @@ pub static OPERATIONS: &[Operation] = operations! {
         };
     "split"(x: Tensor, size: Int, axis: Int = "0", part: Int = "0") View differentiable Any,
         "a part of an axis that is cut into parts of a size", "split(x, 2, axis=1, part=1)", |a| {
-            let part = a.count("part", 0)?;
-            let parts = a.tensor("x")?.split(a.count("size", 1)?, a.int("axis", 0)?);
-            let count = parts.len();
-            parts.into_iter().nth(part).ok_or_else(|| format!("part is {part}, and there are {count}"))
+            let (x, size, axis, part) = (a.tensor("x")?, a.count("size", 1)?, a.int("axis", 0)?, a.count("part", 0)?);
+            let from_front = if axis < 0 { axis + x.rank().cast_signed() } else { axis };
+            let along = usize::try_from(from_front).ok().and_then(|axis| x.shape().get(axis).copied());
+            match along.filter(|_| size > 0) {
+                // Only the part that is asked for is made: there may be as many as there are elements.
+                Some(along) => match part.checked_mul(size).filter(|start| *start < along.max(1)) {
+                    Some(start) => Ok(x.narrow(axis, start, size.min(along - start))),
+                    None => Err(format!("part is {part}, and there are {}", along.div_ceil(size))),
+                },
+                // What is wrong with it is said by what makes all of them.
+                None => x.split(size, axis).into_iter().next().ok_or_else(|| "there are no parts".to_owned()),
+            }
         };
     "pad"(x: Tensor, before: Ints, after: Ints) Alone differentiable Any, "zeros before and after each axis",
         "pad(x, [1, 0], [0, 2])", |a| Ok(a.tensor("x")?.pad(&a.sizes("before")?, &a.sizes("after")?));

@@ -3,9 +3,10 @@
 use std::fmt;
 
 use super::group::{Grouping, WhyNot};
-use super::plan::{BufferView, Level, MapKernel, Plan, Step, ValueKind};
+use super::plan::{BufferView, Level, MapKernel, Plan, Slot, Step, ValueKind};
 use super::snapshot::Snapshot;
 use super::{CompiledPlan, Mode, planned};
+use crate::account::PlanNeed;
 use crate::cpu;
 use crate::dtype::DType;
 use crate::error::TensorError;
@@ -162,7 +163,10 @@ fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
                 Op::Matmul => 2 * count * inner,
                 // Queries times keys, and what that gives times values.
                 Op::Attention { .. } => {
-                    let keys = special.inputs.get(1).map_or(0, |view| view.layout.shape.iter().rev().nth(1).copied().unwrap_or(0));
+                    let keys = special
+                        .inputs
+                        .get(1)
+                        .map_or(0, |view| view.layout.shape.iter().rev().nth(1).copied().unwrap_or(0));
                     let rows = special.shape.iter().rev().skip(1).product::<usize>() as u64;
                     2 * (rows * inner + count) * keys as u64
                 }
@@ -171,6 +175,8 @@ fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
                     let both = both.reduce(|a, b| a.broadcast(&b).unwrap_or(a));
                     2 * both.map_or(0, |shape| shape.numel() as u64)
                 }
+                // Comparisons, and a move for each.
+                Op::ArgSort { axis, .. } => 2 * count * u64::from(special.shape[axis].max(2).ilog2()),
                 _ => 0,
             };
             ExplainedKernel {
@@ -215,23 +221,42 @@ fn flops(map: &MapKernel) -> u64 {
     map.values.iter().map(|value| of(&value.kind, value.level)).sum()
 }
 
+/// What a plan needs, known before it runs.
+pub(super) fn need(plan: &Plan) -> PlanNeed {
+    let kernels = explained_kernels(plan).into_iter();
+    let mut need = PlanNeed { kernels: plan.steps.len(), ..PlanNeed::default() };
+    for kernel in kernels {
+        need.moved_bytes = need.moved_bytes.saturating_add(kernel.read_bytes).saturating_add(kernel.written_bytes);
+        need.flops = need.flops.saturating_add(kernel.flops);
+    }
+    need.bytes = peak_of(plan, |slot| cpu::memory::block_bytes(bytes(slot.shape, slot.dtype)));
+    need
+}
+
 /// The most bytes in slots at once.
 fn peak_bytes(plan: &Plan) -> usize {
-    let (mut live, mut peak) = (vec![false; plan.slots.len()], 0);
+    peak_of(plan, |slot| bytes(slot.shape, slot.dtype))
+}
+
+fn peak_of(plan: &Plan, bytes: impl Fn(&Slot) -> usize) -> usize {
+    let (mut live, mut now, mut peak) = (vec![false; plan.slots.len()], 0_usize, 0);
     for (n, step) in plan.steps.iter().enumerate() {
-        step.writes().for_each(|slot| live[slot] = true);
+        for slot in step.writes().filter(|slot| !std::mem::replace(&mut live[*slot], true)) {
+            now = now.saturating_add(bytes(&plan.slots[slot]));
+        }
         let in_place: usize = match step {
             Step::Map(map) | Step::Special(super::plan::SpecialKernel { epilogue: Some(map), .. }) => {
                 let taken = map.in_place.iter().zip(&map.stores).filter(|(load, _)| load.is_some());
-                taken.map(|(_, (_, slot))| bytes(plan.slots[*slot].shape, plan.slots[*slot].dtype)).sum()
+                taken.map(|(_, (_, slot))| bytes(&plan.slots[*slot])).sum()
             }
             Step::Special(_) => 0,
         };
-        let now =
-            plan.slots.iter().zip(&live).filter(|(_, live)| **live).map(|(slot, _)| bytes(slot.shape, slot.dtype));
-        peak = peak.max(now.sum::<usize>() - in_place);
-        for (slot, live) in plan.slots.iter().zip(&mut live) {
-            *live &= slot.last_step != Some(n);
+        peak = peak.max(now.saturating_sub(in_place));
+        // A slot's last step reads or writes it.
+        for slot in step.slots() {
+            if plan.slots[slot].last_step == Some(n) && std::mem::replace(&mut live[slot], false) {
+                now -= bytes(&plan.slots[slot]);
+            }
         }
     }
     peak

@@ -19,19 +19,70 @@ pub use self::explain::{ExplainedKernel, Explanation};
 use self::group::Grouping;
 use self::plan::Plan;
 use self::snapshot::Snapshot;
+use crate::account::{self, PlanNeed};
 use crate::cpu;
 use crate::cpu::single::{self, Single};
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::Op;
 use crate::graph::{Node, Recipe, Storage, Value};
 
-/// Plans that are kept, those that were used last first.
+/// Plans that are kept together.
 const PLANS_MAX: usize = 256;
 
-static PLANS: Mutex<Vec<(PlanKey, Arc<CompiledPlan>)>> = Mutex::new(Vec::new());
+/// Words of the keys of plans that are kept together, 32 MiB: a plan is some times as large as its key, and who
+/// builds a graph of a hundred thousand nodes once is not to leave as much behind.
+const PLAN_WORDS_MAX: usize = 4 << 20;
+
+/// Those of everybody who has no account.
+static PLANS: PlanCache = PlanCache::new();
 
 /// What graphs that are computed by the same plan have in common.
 type PlanKey = Arc<[u64]>;
+
+/// Plans that are kept, those that were used last first.
+pub(crate) struct PlanCache(Mutex<Vec<(PlanKey, Arc<CompiledPlan>)>>);
+
+impl PlanCache {
+    pub(crate) const fn new() -> PlanCache {
+        PlanCache(Mutex::new(Vec::new()))
+    }
+
+    fn get(&self, key: &[u64]) -> Option<Arc<CompiledPlan>> {
+        let mut plans = self.0.lock();
+        let at = plans.iter().position(|(known, _)| **known == *key)?;
+        let found = plans.remove(at);
+        let plan = found.1.clone();
+        plans.insert(0, found);
+        Some(plan)
+    }
+
+    fn keep(&self, key: &[u64], plan: &Arc<CompiledPlan>) {
+        if key.len() > PLAN_WORDS_MAX / 2 {
+            return;
+        }
+        let mut plans = self.0.lock();
+        plans.truncate(PLANS_MAX - 1);
+        let mut words: usize = key.len() + plans.iter().map(|(known, _)| known.len()).sum::<usize>();
+        while words > PLAN_WORDS_MAX
+            && let Some((known, _)) = plans.pop()
+        {
+            words -= known.len();
+        }
+        plans.insert(0, (key.into(), plan.clone()));
+    }
+
+    /// Has those that are not running give back what they keep on GPUs.
+    #[cfg(feature = "cuda")]
+    fn give_back(&self) {
+        let kept: Vec<Arc<CompiledPlan>> = self.0.lock().iter().map(|(_, plan)| plan.clone()).collect();
+        kept.iter().for_each(|plan| plan.cuda.give_back());
+    }
+}
+
+/// Does something with the plans of whoever this thread works for.
+fn with_plans<R>(run: impl FnOnce(&PlanCache) -> R) -> R {
+    account::with_plans(|own| run(own.unwrap_or(&PLANS)))
+}
 
 thread_local! {
     static MADE: Cell<u64> = const { Cell::new(0) };
@@ -45,6 +96,7 @@ pub fn plans_made() -> u64 {
 /// A plan, and what the device has made of it.
 pub(crate) struct CompiledPlan {
     pub plan: Plan,
+    need: OnceLock<PlanNeed>,
     pub kernels: OnceLock<cpu::execute::CpuKernels>,
     #[cfg(feature = "cuda")]
     pub cuda: crate::cuda::execute::CudaKernels,
@@ -59,6 +111,7 @@ impl CompiledPlan {
     fn new(plan: Plan) -> CompiledPlan {
         CompiledPlan {
             plan,
+            need: OnceLock::new(),
             kernels: OnceLock::new(),
             #[cfg(feature = "cuda")]
             cuda: crate::cuda::execute::CudaKernels::default(),
@@ -98,7 +151,7 @@ pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Stor
         return Ok(());
     }
     let compiled = compiled(&snapshot, mode);
-    let values = execute(&compiled, &snapshot);
+    let values = admit(&compiled, &snapshot).and_then(|()| execute(&compiled, &snapshot));
     let values = values.map_err(|(node, what)| {
         let failed = &snapshot.nodes[node];
         TensorError::of_node(&failed.node, failed.op.name(), what)
@@ -107,6 +160,20 @@ pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Stor
         snapshot.nodes[*output].node.realize(value);
     }
     Ok(())
+}
+
+/// Whether who pays for a plan and who watches it have nothing against it.
+fn admit(compiled: &CompiledPlan, snapshot: &Snapshot) -> Result<(), (usize, ErrorKind)> {
+    if !account::is_charged() {
+        return Ok(());
+    }
+    #[cfg(feature = "cuda")]
+    let is_on_cpu = crate::device::gpu_for(&snapshot.leaves).is_none();
+    #[cfg(not(feature = "cuda"))]
+    let is_on_cpu = true;
+    let need = compiled.need.get_or_init(|| explain::need(&compiled.plan));
+    let output = snapshot.outputs.last().copied().unwrap_or_default();
+    account::admit(need, is_on_cpu).map_err(|what| (output, what))
 }
 
 /// Runs a plan where it is to run.
@@ -148,35 +215,26 @@ fn single(node: &Node) -> Option<Value> {
     }
 }
 
-/// Has plans that are not running give back what they keep on GPUs.
+/// Has plans of whoever this thread works for give back what they keep on GPUs, unless they are running.
 #[cfg(feature = "cuda")]
 pub(crate) fn give_back() {
-    let kept: Vec<Arc<CompiledPlan>> = PLANS.lock().iter().map(|(_, plan)| plan.clone()).collect();
-    kept.iter().for_each(|plan| plan.cuda.give_back());
+    with_plans(PlanCache::give_back);
 }
 
 /// The plan that is there for it, if there is one.
 fn planned(snapshot: &Snapshot) -> Option<Arc<CompiledPlan>> {
-    PLANS.lock().iter().find(|(known, _)| **known == *snapshot.key).map(|(_, plan)| plan.clone())
+    with_plans(|plans| plans.get(&snapshot.key))
 }
 
 fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
     let key = &snapshot.key[..];
-    {
-        let mut plans = PLANS.lock();
-        if let Some(at) = plans.iter().position(|(known, _)| **known == *key) {
-            let found = plans.remove(at);
-            let plan = found.1.clone();
-            plans.insert(0, found);
-            return plan;
-        }
+    if let Some(found) = with_plans(|plans| plans.get(key)) {
+        return found;
     }
     MADE.set(MADE.get() + 1);
     let plan = Grouping::of(snapshot, mode).plan();
     let compiled = Arc::new(CompiledPlan::new(plan));
-    let mut plans = PLANS.lock();
-    plans.truncate(PLANS_MAX - 1);
-    plans.insert(0, (key.into(), compiled.clone()));
+    with_plans(|plans| plans.keep(key, &compiled));
     compiled
 }
 

@@ -142,6 +142,11 @@ impl Step {
         kernel.in_place.iter().flatten().any(|load| matches!(kernel.loads[*load].source, Source::Leaf(_)))
     }
 
+    /// The slots that it reads or fills, some of them more than once.
+    pub(crate) fn slots(&self) -> impl Iterator<Item = usize> {
+        self.reads().filter_map(BufferView::slot).chain(self.writes())
+    }
+
     /// The node to name when it fails.
     pub(crate) fn node(&self) -> usize {
         match self {

@@ -4,6 +4,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use super::{Caller, Tensor};
+use crate::account;
 use crate::cpu::memory::CpuBuffer;
 use crate::dtype::{DType, Element, Scalar};
 use crate::error::ErrorKind;
@@ -34,7 +35,23 @@ impl Tensor {
     #[track_caller]
     pub fn from_vec<T: Element>(elements: Vec<T>, sizes: &[usize]) -> Tensor {
         let at = Location::caller();
-        Tensor::of_elements(elements.len(), sizes, at, || Some(CpuBuffer::of_vec(elements)), T::DTYPE)
+        Tensor::of_elements(elements.len(), sizes, at, || CpuBuffer::of_vec(elements), T::DTYPE)
+    }
+
+    /// Copies elements of any type as the bytes they are, little endian and in row-major order.
+    #[track_caller]
+    pub fn from_bytes(bytes: &[u8], sizes: &[usize], dtype: DType) -> Tensor {
+        let at = Location::caller();
+        let wrong = |why: String| Tensor::failed("from_bytes", ErrorKind::BadArgument { why }, at);
+        if !bytes.len().is_multiple_of(dtype.size()) {
+            return wrong(format!("{} bytes are no whole number of {dtype}, which has {}", bytes.len(), dtype.size()));
+        }
+        if dtype == DType::Bool
+            && let Some(n) = bytes.iter().position(|byte| *byte > 1)
+        {
+            return wrong(format!("element {n} is the byte {}, and a bool is 0 or 1", bytes[n]));
+        }
+        Tensor::of_elements(bytes.len() / dtype.size(), sizes, at, || CpuBuffer::of_slice(bytes), dtype)
     }
 
     fn of_elements(
@@ -48,6 +65,9 @@ impl Tensor {
             Ok(shape) => shape,
             Err(failed) => return failed,
         };
+        if let Err(what) = account::check_node(&shape) {
+            return Tensor::failed("from", what, at);
+        }
         if shape.numel() != count {
             let why = format!("{count} elements are given for shape {shape}, which has {}", shape.numel());
             return Tensor::failed("from", ErrorKind::BadArgument { why }, at);

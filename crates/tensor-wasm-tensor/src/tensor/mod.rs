@@ -11,12 +11,16 @@ mod operators;
 mod primitive;
 mod views;
 
+#[cfg(any(feature = "io", feature = "cuda"))]
+use std::ops::Range;
 use std::panic::Location;
 use std::sync::Arc;
 
 pub use self::neural::{Convolution, Window};
 pub use self::operators::Operand;
 pub use self::views::Axes;
+#[cfg(any(feature = "io", feature = "cuda"))]
+use crate::cpu::memory::CpuBuffer;
 use crate::cpu::{memory_limit, used_bytes};
 use crate::device::{Device, with_device};
 use crate::dtype::{DType, Element};
@@ -162,6 +166,46 @@ impl Tensor {
             return self.collected(own.len(), "to_vec", at, |all| all.extend_from_slice(own));
         }
         self.collect(&value.layout, "to_vec", at, |position| elements[position])
+    }
+
+    /// Whether it is computed, and its elements are in row-major order in memory.
+    pub fn is_contiguous(&self) -> bool {
+        self.node.state.lock().value.as_ref().is_some_and(|value| value.layout.is_contiguous())
+    }
+
+    /// Some bytes of its elements, which are little endian and in row-major order.
+    #[cfg(any(feature = "io", feature = "cuda"))]
+    #[track_caller]
+    pub fn to_bytes(&self, bytes: Range<usize>) -> Result<Vec<u8>> {
+        let at = Location::caller();
+        let value = self.value()?;
+        if !value.layout.is_contiguous() {
+            return self.contiguous().to_bytes(bytes);
+        }
+        let buffer = value.storage.cpu().map_err(|what| TensorError::new("to_bytes", what, at))?;
+        let count = bytes.len();
+        match self.own_bytes(buffer).and_then(|own| own.get(bytes.clone())) {
+            Some(part) => self.collected(count, "to_bytes", at, |all| all.extend_from_slice(part)),
+            None => {
+                let has = self.numel() * self.dtype().size();
+                let why = format!("bytes {} to {} of {has}", bytes.start, bytes.end);
+                Err(TensorError::new("to_bytes", ErrorKind::BadArgument { why }, at))
+            }
+        }
+    }
+
+    /// The same without computing, copying or waiting: none where any of that has to be done first.
+    #[cfg(any(feature = "io", feature = "cuda"))]
+    pub fn try_bytes(&self, bytes: Range<usize>) -> Option<Vec<u8>> {
+        let value = self.node.state.lock().value.clone().filter(|value| value.layout.is_contiguous())?;
+        let part = self.own_bytes(value.storage.here()?)?.get(bytes)?;
+        Some(part.to_vec())
+    }
+
+    /// A contiguous tensor's own part of a buffer, which may be larger.
+    #[cfg(any(feature = "io", feature = "cuda"))]
+    fn own_bytes<'b>(&self, buffer: &'b CpuBuffer) -> Option<&'b [u8]> {
+        buffer.as_bytes().get(..self.numel() * self.dtype().size())
     }
 
     /// The elements at each position of a layout, if there is memory for them.

@@ -36,7 +36,10 @@ impl Tensor {
             let why = format!("an array of shape {shape} has strides {strides:?} in {count} elements");
             return Tensor::failed("from_ndarray", ErrorKind::BadArgument { why }, at);
         };
-        let value = Value { storage: Arc::new(Storage::of_cpu(CpuBuffer::of_vec(elements))), layout };
+        let Some(buffer) = CpuBuffer::of_vec(elements) else {
+            return Tensor::failed("from_ndarray", ErrorKind::OutOfMemory { bytes: count * size_of::<T>() }, at);
+        };
+        let value = Value { storage: Arc::new(Storage::of_cpu(buffer)), layout };
         Tensor { node: Node::of_value(value, T::DTYPE, false, at) }
     }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Caller, Tensor};
+use crate::account;
 use crate::autograd;
 use crate::dtype::{DType, Scalar};
 use crate::error::{ErrorKind, TensorError};
@@ -16,6 +17,12 @@ use crate::shape::{AxisSet, RANK_MAX, Shape};
 const QUEUE_DEPTH_MAX: u32 = 4096;
 
 impl Tensor {
+    /// Whether so many operations wait for each other that it should be computed now. Where nobody is charged for
+    /// tensors that happens by itself.
+    pub fn is_deep(&self) -> bool {
+        self.node.depth.load(Ordering::Relaxed) >= QUEUE_DEPTH_MAX
+    }
+
     /// A node over inputs, or the first error that one of them holds.
     pub(crate) fn make(op: Op, inputs: &[&Tensor], shape: Shape, dtype: DType, at: Caller) -> Tensor {
         for input in inputs {
@@ -26,10 +33,13 @@ impl Tensor {
         if shape.checked_numel().is_none() {
             return Tensor::failed(op.name(), ErrorKind::TooLarge { shape: shape.to_vec() }, at);
         }
+        if let Err(what) = account::check_node(&shape) {
+            return Tensor::failed(op.name(), what, at);
+        }
         let flows = dtype.is_float() && autograd::is_recording() && inputs.iter().any(|input| input.requires_grad());
         let nodes: Vec<Arc<Node>> = inputs.iter().map(|input| input.node.clone()).collect();
         let node = Node::new(op, nodes, shape, dtype, flows, at);
-        if node.depth.load(Ordering::Relaxed) >= QUEUE_DEPTH_MAX {
+        if node.depth.load(Ordering::Relaxed) >= QUEUE_DEPTH_MAX && !account::is_charged() {
             // What is wrong with it is said to whoever reads it; it is not tried again for each operation that follows.
             drop(schedule::realize(std::slice::from_ref(&node), Mode::Fused));
             node.depth.store(0, Ordering::Relaxed);

@@ -139,7 +139,7 @@ fn allowed(call: &RunningCall) -> Result<(), KernelError> {
 
 impl State {
     /// The instance's stream on the device. Waits for a device that is being opened.
-    async fn stream(&mut self) -> Result<LaunchStream, KernelError> {
+    pub(in crate::guest) async fn stream(&mut self) -> Result<LaunchStream, KernelError> {
         if let Some(stream) = self.session.as_ref().and_then(|session| session.stream.clone()) {
             return Ok(stream);
         }

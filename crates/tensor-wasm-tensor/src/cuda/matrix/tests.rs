@@ -155,7 +155,10 @@ fn check(element: MatrixElement, sizes: (usize, usize, usize), is_turned: [bool;
             let from = (row * n + column) * size;
             let found = number_of(dtype, &made[from..from + size]);
             let near = if size == 2 { 8e-3 * sum.abs() + 1e-2 } else { 1e-4 };
-            assert!((found - sum).abs() <= near, "{element:?} {sizes:?} {is_turned:?} {target:?} at {row} {column}: {found} {sum}");
+            assert!(
+                (found - sum).abs() <= near,
+                "{element:?} {sizes:?} {is_turned:?} {target:?} at {row} {column}: {found} {sum}"
+            );
         }
     }
 }
