@@ -84,38 +84,84 @@ impl Target {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum GpuOp {
     /// `to = a * b + sums`, each a fragment of a tile.
-    Multiply { element: MatrixElement, to: [Reg; 4], a: [Reg; 4], b: [Reg; 2], sums: [Reg; 4] },
+    Multiply {
+        element: MatrixElement,
+        to: [Reg; 4],
+        a: [Reg; 4],
+        b: [Reg; 2],
+        sums: [Reg; 4],
+    },
     /// Four tiles of eight rows of 16 bytes from shared memory: items 0 to 7 say where the rows of the first are, and so
     /// on. Each item gets four bytes of each; transposed, two elements of two bytes that are in one column.
-    LoadTiles { to: [Reg; 4], at: Address, is_transposed: bool },
+    LoadTiles {
+        to: [Reg; 4],
+        at: Address,
+        is_transposed: bool,
+    },
     /// 16 bytes from a window to shared memory, of which the first few are read and the rest are zeros. It is done when
     /// the group of copies that it was committed with has been waited for.
-    Copy { to: Address, from: Address, bytes: Reg },
+    Copy {
+        to: Address,
+        from: Address,
+        bytes: Reg,
+    },
     CommitCopies,
     /// Waits for the item's own copies, but for so many groups that were committed last.
-    AwaitCopies { pending: u32 },
+    AwaitCopies {
+        pending: u32,
+    },
     /// Where something is in shared memory, as a device counts: for descriptors.
-    SharedAddress { to: Reg, at: Address },
+    SharedAddress {
+        to: Reg,
+        at: Address,
+    },
     /// `sums += left * right` of a warpgroup: 64 rows, and twice as many columns as there are sums of an item, by a
     /// depth of 16. Operands are in shared memory, as descriptors say. Sums are nobody's until it has been waited for.
-    MultiplyShared { element: MatrixElement, sums: Vec<Reg>, left: Reg, right: Reg, is_turned: [bool; 2] },
+    MultiplyShared {
+        element: MatrixElement,
+        sums: Vec<Reg>,
+        left: Reg,
+        right: Reg,
+        is_turned: [bool; 2],
+    },
     /// Before the first of some such products: what was written to sums is seen.
     FenceMultiply,
     CommitMultiply,
     /// Waits for the warpgroup's products, but for so many groups of them that were committed last.
-    AwaitMultiply { pending: u32 },
+    AwaitMultiply {
+        pending: u32,
+    },
     /// What the item has written to shared memory is seen by tensor cores that read it themselves.
     FenceAsync,
     /// Two halves in one register, rounded to the nearest.
-    Pack { half: HalfType, to: Reg, low: Reg, high: Reg },
+    Pack {
+        half: HalfType,
+        to: Reg,
+        low: Reg,
+        high: Reg,
+    },
     /// An f16 of a register as single precision.
-    Unpack { to: Reg, word: Reg, is_high: bool },
+    Unpack {
+        to: Reg,
+        word: Reg,
+        is_high: bool,
+    },
     /// Single precision with the bits of tf32, rounded to the nearest.
-    RoundTf32 { to: Reg, from: Reg },
+    RoundTf32 {
+        to: Reg,
+        from: Reg,
+    },
     /// The larger of two numbers of single precision, and a NaN where one is.
-    Max { to: Reg, a: Reg, b: Reg },
+    Max {
+        to: Reg,
+        a: Reg,
+        b: Reg,
+    },
     /// Two to the power, within 2 ulp of single precision; subnormal numbers are zeros.
-    Exp2 { to: Reg, from: Reg },
+    Exp2 {
+        to: Reg,
+        from: Reg,
+    },
 }
 
 impl GpuOp {

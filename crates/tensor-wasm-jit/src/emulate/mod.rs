@@ -211,7 +211,8 @@ impl Run<'_> {
         }
         let at = warp[0].at;
         let is_together = |item: &Item| item.stands == Stands::AtWarp && item.at == at;
-        let instruction = self.unit.instructions.get(at).filter(|_| warp.len() == count && warp.iter().all(is_together));
+        let instruction =
+            self.unit.instructions.get(at).filter(|_| warp.len() == count && warp.iter().all(is_together));
         let instruction = instruction.ok_or("not all items of a warp come to one instruction of the warp")?;
         self.together(warp, instruction).map_err(|why| format!("line {}: {why}", instruction.line))?;
         for item in warp {
@@ -593,7 +594,13 @@ fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
         }
         ["max", "NaN", "f32"] => {
             let (a, b) = (single(at(0)?), single(at(1)?));
-            from_single(if a.is_nan() || b.is_nan() { f32::NAN } else if a.total_cmp(&b).is_lt() { b } else { a })
+            from_single(if a.is_nan() || b.is_nan() {
+                f32::NAN
+            } else if a.total_cmp(&b).is_lt() {
+                b
+            } else {
+                a
+            })
         }
         ["cvt", "rn", ty @ ("f16x2" | "bf16x2"), "f32"] => {
             let rounded = |bits: u64| match *ty {

@@ -208,13 +208,15 @@ impl Run<'_> {
 
     fn shared_bytes_at(&mut self, address: u64) -> Result<&mut [u8], String> {
         let at = address.checked_sub(SHARED_AT).and_then(|at| usize::try_from(at).ok());
-        let found = at.filter(|at| at.is_multiple_of(COPY_BYTES)).and_then(|at| self.shared.get_mut(at..at + COPY_BYTES));
+        let found =
+            at.filter(|at| at.is_multiple_of(COPY_BYTES)).and_then(|at| self.shared.get_mut(at..at + COPY_BYTES));
         found.ok_or_else(|| format!("16 bytes at {address:#x} are not in shared memory, or not aligned"))
     }
 }
 
 fn shuffle(warp: &mut [Item], instruction: &PtxInstruction) -> Result<(), String> {
-    let [Operand::Register(to), Operand::Register(from), Operand::Immediate(mask), ..] = instruction.operands[..] else {
+    let [Operand::Register(to), Operand::Register(from), Operand::Immediate(mask), ..] = instruction.operands[..]
+    else {
         return Err("what is exchanged?".to_owned());
     };
     let values: Vec<u64> = warp.iter().map(|item| u64::from(item.registers[from] as u32)).collect();

@@ -121,15 +121,8 @@ struct PtxEmitter<'b> {
 }
 
 /// Kinds of registers that belong to no register of the kernel: their prefix and their type.
-const TEMPS: [(&str, &str); 7] = [
-    ("%t", ".b32"),
-    ("%u", ".b64"),
-    ("%x", ".f32"),
-    ("%y", ".f64"),
-    ("%q", ".pred"),
-    ("%w", ".b32"),
-    ("%h", ".b16"),
-];
+const TEMPS: [(&str, &str); 7] =
+    [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32"), ("%h", ".b16")];
 
 pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
     let Legal { body, facts, windows, .. } = legal;

@@ -278,13 +278,8 @@ impl<'k> Attention<'k> {
         (first, query, pair): (Value, Value, Value),
     ) -> Built<()> {
         let zero = b.i32(0)?;
-        let key_fragments = Fragments::new(
-            b,
-            self.key_tile,
-            (Side::Right, true),
-            zero,
-            (self.keys / FRAGMENT, small(queries.len())),
-        )?;
+        let key_fragments =
+            Fragments::new(b, self.key_tile, (Side::Right, true), zero, (self.keys / FRAGMENT, small(queries.len())))?;
         let value_fragments = Fragments::new(
             b,
             self.value_tile,
@@ -340,11 +335,8 @@ impl<'k> Attention<'k> {
     /// The place of a tile; the variable goes on to the next.
     fn next_stage(&self, b: &mut KernelBuilder, shared: Value, stage: Variable) -> Built<Value> {
         let now = b.get(stage)?;
-        let (more, end, start) = (
-            b.i32(self.stage_bytes.cast_signed())?,
-            b.i32((STAGES * self.stage_bytes).cast_signed())?,
-            b.i32(0)?,
-        );
+        let (more, end, start) =
+            (b.i32(self.stage_bytes.cast_signed())?, b.i32((STAGES * self.stage_bytes).cast_signed())?, b.i32(0)?);
         let next = b.binary(B::I32Add, now, more)?;
         let is_end = b.binary(B::I32Eq, next, end)?;
         let next = b.select(is_end, start, next)?;
@@ -401,9 +393,7 @@ impl<'k> Attention<'k> {
         }
         let variables: Vec<[Variable; 4]> = scores
             .iter()
-            .map(|four| {
-                Ok([b.variable(four[0])?, b.variable(four[1])?, b.variable(four[2])?, b.variable(four[3])?])
-            })
+            .map(|four| Ok([b.variable(four[0])?, b.variable(four[1])?, b.variable(four[2])?, b.variable(four[3])?]))
             .collect::<Built<_>>()?;
         let carried: Vec<Variable> = variables.iter().flatten().copied().collect();
         b.begin_if(needs_mask, &carried)?;
@@ -575,4 +565,3 @@ impl<'k> Attention<'k> {
         Ok(())
     }
 }
-

@@ -14,9 +14,9 @@ mod numbers;
 pub(crate) mod plan;
 mod product;
 mod special;
-mod tile;
 #[cfg(test)]
 pub(crate) mod tests;
+mod tile;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

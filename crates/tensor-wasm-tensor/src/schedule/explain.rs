@@ -127,7 +127,10 @@ fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> Strin
                 Op::Matmul => 2 * count * inner,
                 // Queries times keys, and what that gives times values.
                 Op::Attention { .. } => {
-                    let keys = special.inputs.get(1).map_or(0, |view| view.layout.shape.iter().rev().nth(1).copied().unwrap_or(0));
+                    let keys = special
+                        .inputs
+                        .get(1)
+                        .map_or(0, |view| view.layout.shape.iter().rev().nth(1).copied().unwrap_or(0));
                     let rows = special.shape.iter().rev().skip(1).product::<usize>() as u64;
                     2 * (rows * inner + count) * keys as u64
                 }

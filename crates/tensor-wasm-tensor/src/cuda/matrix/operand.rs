@@ -48,8 +48,7 @@ impl Operand {
         if !is_by_depth && !(allows_turned && strides[along_axis] == 1) {
             return None;
         }
-        let (stride, len) =
-            if is_by_depth { (strides[along_axis], depth) } else { (strides[depth_axis], along) };
+        let (stride, len) = if is_by_depth { (strides[along_axis], depth) } else { (strides[depth_axis], along) };
         let stride = usize::try_from(stride).ok().filter(|stride| *stride >= len)?;
         let offset = usize::try_from(layout.offset).ok()?;
         let heads = Axes::of(layout, |axis| axis < rank - 2);
@@ -75,7 +74,12 @@ impl Operand {
 
     /// The same copied to scratch memory of its own, in rows that begin at multiples of a chunk; and how many bytes that
     /// takes.
-    pub(in crate::cuda) fn packed(view: &BufferView, side: Side, allows_turned: bool, scratch: usize) -> (Operand, u64) {
+    pub(in crate::cuda) fn packed(
+        view: &BufferView,
+        side: Side,
+        allows_turned: bool,
+        scratch: usize,
+    ) -> (Operand, u64) {
         let (rank, strides, shape) = (view.layout.shape.rank(), view.layout.strides(), view.layout.shape);
         let (along_axis, depth_axis) = match side {
             Side::Left => (rank - 2, rank - 1),
@@ -127,7 +131,11 @@ pub(in crate::cuda) fn pack(view: &BufferView, to: &Operand) -> Built<LoweredKer
     // As it is: two bytes, or four.
     let ty = if bytes == 4 { Ty::F32 } else { Ty::I32 };
     let value = if bytes == 4 { b.load(ty, from, 0)? } else { b.load_narrow(ty, bytes, false, from, 0)? };
-    if bytes == 4 { b.store(value, target, 0)? } else { b.store_narrow(bytes, value, target, 0)? }
+    if bytes == 4 {
+        b.store(value, target, 0)?
+    } else {
+        b.store_narrow(bytes, value, target, 0)?
+    }
     b.end()?;
     let groups = small(count.div_ceil(GROUP as usize));
     Ok(LoweredKernel { program: Program::Built(b.finish()?), groups, items: GROUP, arguments })
@@ -218,11 +226,10 @@ impl Copies {
         let along_end = b.i32(small(operand.along).cast_signed())?;
         let (whole, none) = (b.i32(CHUNK_BYTES.cast_signed())?, b.i32(0)?);
         let is_cut = !operand.along.is_multiple_of(shape.along as usize);
-        let (mut bytes, place) = (Vec::new(), if operand.is_by_depth {
-            b.binary(B::I32Add, first, line)?
-        } else {
-            b.binary(B::I32Add, first, within)?
-        });
+        let (mut bytes, place) = (
+            Vec::new(),
+            if operand.is_by_depth { b.binary(B::I32Add, first, line)? } else { b.binary(B::I32Add, first, within)? },
+        );
         for n in 0..count {
             bytes.push(if !is_cut {
                 whole
