@@ -196,6 +196,10 @@ fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<Low
     let Some(Step::Special(kernel)) = &plan.steps[step] else { return Err("it is fused".to_owned()) };
     let lowered =
         product::of(kernel, is_product_needed(plan, step)).ok_or("a library has none of this type or layout")?;
+    let covers = |product: &Program| matches!(product, Program::Product(product) if product.has_bias);
+    if kernel.epilogue.is_some() && !covers(&lowered.program) && matrix::is_quick(kernel, device.target()) {
+        return Err("it is as quick, and computes what follows on the way".to_owned());
+    }
     let made = device.workspace().and_then(|_| load_program(device, &lowered.program));
     made.map(|_| lowered).map_err(|why| why.to_string())
 }
@@ -252,6 +256,7 @@ fn product_by(kernel: &SpecialKernel, library: &Result<LoweredKernel, String>, o
             let is_tf32 = kernel.dtype == DType::F32 && super::is_tf32();
             match own {
                 Ok(()) if is_tf32 => format!("own kernel on tensor cores in tf32: {why}"),
+                Ok(()) if kernel.dtype == DType::F32 => format!("own kernel: {why}"),
                 Ok(()) => format!("own kernel on tensor cores{dtype}: {why}"),
                 Err(no_cores) => format!("own kernel{dtype}: {why}; {no_cores}"),
             }

@@ -29,6 +29,15 @@ impl StoreShape {
     }
 }
 
+/// Rows of sums in shared memory.
+pub(super) struct SharedRows {
+    pub start: Value,
+    /// From one row to the next, in bytes.
+    pub pitch: u32,
+    pub rows: u32,
+    pub columns: u32,
+}
+
 impl Product<'_> {
     /// Stores rows of a warp, from some on and of the group's tile: the sums of each 16 by 8 elements, row by row.
     /// Shared memory is nobody's before, and after.
@@ -40,8 +49,6 @@ impl Product<'_> {
         (row, column): (Value, Value),
         sums: &[[Value; 4]],
     ) -> Built<()> {
-        let (m, n) = sizes(self.kernel);
-        let lanes = self.lanes;
         let b = self.epilogue.builder();
         let mut indices = Indices::default();
         let (warp, lane) = warp_and_lane(b)?;
@@ -62,25 +69,39 @@ impl Product<'_> {
             b.store(*e, to, below + 4)?;
         }
         b.barrier()?;
-        let (first_row, first_column) =
-            (b.binary(B::I32Add, tile.row, row)?, b.binary(B::I32Add, tile.column, column)?);
-        let matrix = times(b, tile.batch, (m * n).cast_signed())?;
+        let (row, column) = (b.binary(B::I32Add, tile.row, row)?, b.binary(B::I32Add, tile.column, column)?);
+        let from = SharedRows { start: own, pitch: shape.pitch(), rows: shape.rows, columns: shape.columns };
+        self.store_shared(&from, (lane, WARP), tile.batch, (row, column))
+    }
+
+    /// Computes and stores what follows elements that are in shared memory: those from a row and a column of the result
+    /// on. Some items share the work; which of them this one is.
+    pub(super) fn store_shared(
+        &mut self,
+        from: &SharedRows,
+        (item, items): (Value, u32),
+        batch: Value,
+        (first_row, first_column): (Value, Value),
+    ) -> Built<()> {
+        let (m, n) = sizes(self.kernel);
+        let lanes = self.lanes;
+        let b = self.epilogue.builder();
+        let matrix = times(b, batch, (m * n).cast_signed())?;
         let size = b.i32(small(n).cast_signed())?;
-        let per_row = shape.columns / small(lanes);
-        let count = b.i32((shape.rows * per_row / WARP).cast_signed())?;
+        let per_row = from.columns / small(lanes);
+        let count = b.i32((from.rows * per_row / items).cast_signed())?;
         let zero = b.i32(0)?;
         let counter = b.variable(zero)?;
         let again = b.begin_loop(&[counter])?;
         let turn = b.get(counter)?;
-        let chunk = times(b, turn, WARP as isize)?;
-        let chunk = b.binary(B::I32Add, chunk, lane)?;
+        let chunk = times(b, turn, items as isize)?;
+        let chunk = b.binary(B::I32Add, chunk, item)?;
         let (row, column) = Indices::default().divide(b, chunk, per_row)?;
         let column = times(b, column, lanes.cast_signed())?;
-        let from = times(b, row, shape.pitch() as isize)?;
-        let from = b.binary(B::I32Add, from, own)?;
-        let from = b.element(from, column, 4)?;
-        let elements: Vec<Value> =
-            (0..small(lanes)).map(|lane| b.load(Ty::F32, from, 4 * lane)).collect::<Built<_>>()?;
+        let at = times(b, row, from.pitch as isize)?;
+        let at = b.binary(B::I32Add, at, from.start)?;
+        let at = b.element(at, column, 4)?;
+        let elements: Vec<Value> = (0..small(lanes)).map(|lane| b.load(Ty::F32, at, 4 * lane)).collect::<Built<_>>()?;
         let (row, column) = (b.binary(B::I32Add, row, first_row)?, b.binary(B::I32Add, column, first_column)?);
         let last = b.i32(small(m).cast_signed())?;
         let (is_row, is_column) = (b.binary(B::I32LtU, row, last)?, b.binary(B::I32LtU, column, size)?);

@@ -7,7 +7,7 @@ use tensor_wasm_jit::emulate::{DeviceMemory, Emulator};
 use tensor_wasm_jit::{KernelImage, MatrixElement, Target};
 
 use super::super::map::{Argument, LoweredStep, Program};
-use super::{build, nothing_after, with_product};
+use super::{Units, build, nothing_after, with_product};
 use crate::cuda::attention;
 use crate::dtype::DType;
 use crate::graph::op::Op;
@@ -116,26 +116,26 @@ fn operand(leaf: usize, (rows, columns): (usize, usize), dtype: DType, is_turned
 
 /// A product without anything that follows it, for a device.
 fn product(
-    element: MatrixElement,
+    units: Units,
     (m, n, k): (usize, usize, usize),
     is_turned: [bool; 2],
     target: Target,
 ) -> (LoweredStep, DType) {
-    let dtype = match element {
-        MatrixElement::F16 => DType::F16,
-        MatrixElement::BF16 => DType::BF16,
-        MatrixElement::Tf32 => DType::F32,
+    let dtype = match units {
+        Units::TensorCores(MatrixElement::F16) => DType::F16,
+        Units::TensorCores(MatrixElement::BF16) => DType::BF16,
+        Units::TensorCores(MatrixElement::Tf32) | Units::Single => DType::F32,
     };
     let inputs = vec![operand(0, (m, k), dtype, is_turned[0]), operand(1, (k, n), dtype, is_turned[1])];
     let shape = Shape::new(&[m, n]).unwrap();
     let kernel = SpecialKernel { op: Op::Matmul, inputs, shape, dtype, slot: 0, node: 0, epilogue: None };
     let after = with_product(&kernel, &nothing_after(&kernel), true);
-    let step = build(element, &kernel, &[&kernel.inputs[0], &kernel.inputs[1]], &after, target).unwrap();
+    let step = build(units, &kernel, &[&kernel.inputs[0], &kernel.inputs[1]], &after, target).unwrap();
     (step, dtype)
 }
 
-fn check(element: MatrixElement, sizes: (usize, usize, usize), is_turned: [bool; 2], target: Target) {
-    let (step, dtype) = product(element, sizes, is_turned, target);
+fn check(units: Units, sizes: (usize, usize, usize), is_turned: [bool; 2], target: Target) {
+    let (step, dtype) = product(units, sizes, is_turned, target);
     let (m, n, k) = sizes;
     let leaf = |seed: usize, count: usize| (0..count).flat_map(|at| bytes_of(dtype, number(seed, at))).collect();
     let size = dtype.size();
@@ -157,7 +157,7 @@ fn check(element: MatrixElement, sizes: (usize, usize, usize), is_turned: [bool;
             let near = if size == 2 { 8e-3 * sum.abs() + 1e-2 } else { 1e-4 };
             assert!(
                 (found - sum).abs() <= near,
-                "{element:?} {sizes:?} {is_turned:?} {target:?} at {row} {column}: {found} {sum}"
+                "{units:?} {sizes:?} {is_turned:?} {target:?} at {row} {column}: {found} {sum}"
             );
         }
     }
@@ -168,24 +168,34 @@ const LIES: [[bool; 2]; 4] = [[false, false], [false, true], [true, false], [tru
 #[test]
 fn products_by_warps_are_those_of_numbers() {
     for is_turned in LIES {
-        check(MatrixElement::BF16, (136, 144, 200), is_turned, Target::Ampere);
-        check(MatrixElement::F16, (40, 24, 32), is_turned, Target::Ampere);
-        check(MatrixElement::Tf32, (132, 36, 52), is_turned, Target::Ampere);
+        check(Units::TensorCores(MatrixElement::BF16), (136, 144, 200), is_turned, Target::Ampere);
+        check(Units::TensorCores(MatrixElement::F16), (40, 24, 32), is_turned, Target::Ampere);
+        check(Units::TensorCores(MatrixElement::Tf32), (132, 36, 52), is_turned, Target::Ampere);
     }
     // Lines that no chunk begins at are copied first.
-    check(MatrixElement::BF16, (33, 45, 71), [false, false], Target::Ampere);
-    check(MatrixElement::BF16, (33, 45, 71), [true, true], Target::Ampere);
-    check(MatrixElement::Tf32, (9, 7, 35), [false, true], Target::Ampere);
+    check(Units::TensorCores(MatrixElement::BF16), (33, 45, 71), [false, false], Target::Ampere);
+    check(Units::TensorCores(MatrixElement::BF16), (33, 45, 71), [true, true], Target::Ampere);
+    check(Units::TensorCores(MatrixElement::Tf32), (9, 7, 35), [false, true], Target::Ampere);
+}
+
+#[test]
+fn products_in_single_precision_are_those_of_numbers() {
+    for is_turned in LIES {
+        check(Units::Single, (132, 140, 36), is_turned, Target::Turing);
+    }
+    check(Units::Single, (128, 128, 48), [false, false], Target::Turing);
+    check(Units::Single, (33, 45, 7), [false, false], Target::Turing);
+    check(Units::Single, (33, 45, 7), [true, true], Target::Turing);
 }
 
 /// Every element of two by two tiles, each but the first cut, with more tiles of the depth than are under way.
 #[test]
 fn products_by_warpgroups_are_those_of_numbers() {
     for is_turned in LIES {
-        check(MatrixElement::BF16, (136, 264, 328), is_turned, Target::Hopper);
+        check(Units::TensorCores(MatrixElement::BF16), (136, 264, 328), is_turned, Target::Hopper);
     }
-    check(MatrixElement::F16, (130, 260, 16), [false, true], Target::Hopper);
-    check(MatrixElement::BF16, (127, 33, 65), [false, false], Target::Hopper);
+    check(Units::TensorCores(MatrixElement::F16), (130, 260, 16), [false, true], Target::Hopper);
+    check(Units::TensorCores(MatrixElement::BF16), (127, 33, 65), [false, false], Target::Hopper);
 }
 
 fn attended((queries, keys, width): (usize, usize, usize), is_causal: bool) -> LoweredStep {
@@ -205,17 +215,22 @@ fn kernels_on_tensor_cores_are_assembled_without_spills() {
     for (n, is_turned) in LIES.into_iter().enumerate() {
         for (name, element) in [("bf16", MatrixElement::BF16), ("f16", MatrixElement::F16)] {
             for (by, target) in [("warps", Target::Ampere), ("warpgroups", Target::Hopper)] {
-                let (step, _) = product(element, large, is_turned, target);
+                let (step, _) = product(Units::TensorCores(element), large, is_turned, target);
                 assert_eq!(step.kernels.len(), 1, "no operand is copied");
                 assemble(&image(&step.kernels[0].program), &format!("product_{by}_{name}_{n}"), false);
             }
         }
     }
-    let (step, _) = product(MatrixElement::Tf32, large, [false, true], Target::Ampere);
+    let (step, _) = product(Units::TensorCores(MatrixElement::Tf32), large, [false, true], Target::Ampere);
     assemble(&image(&step.kernels[0].program), "product_warps_tf32", false);
-    let (step, _) = product(MatrixElement::BF16, (4001, 4003, 4005), [false, false], Target::Hopper);
+    let (step, _) =
+        product(Units::TensorCores(MatrixElement::BF16), (4001, 4003, 4005), [false, false], Target::Hopper);
     assert_eq!(step.kernels.len(), 3, "both operands are copied");
     assemble(&image(&step.kernels[2].program), "product_warpgroups_odd", false);
+    for (n, is_turned) in LIES.into_iter().enumerate() {
+        let (step, _) = product(Units::Single, large, is_turned, Target::Hopper);
+        assemble(&image(&step.kernels[0].program), &format!("product_single_{n}"), false);
+    }
     for width in [16, 64, 80, 128, 256] {
         for is_causal in [false, true] {
             let (step, name) = (attended((4096, 4096, width), is_causal), format!("attention_{width}_{is_causal}"));

@@ -56,7 +56,7 @@ pub(super) fn pays(element: MatrixElement, rows: usize, columns: usize, batches:
     element != MatrixElement::Tf32 && tiles >= TILES_MIN
 }
 
-pub(super) fn build(mut product: Product<'_>) -> Built<LoweredKernel> {
+pub(super) fn build(mut product: Product<'_>, element: MatrixElement) -> Built<LoweredKernel> {
     let windows = product.windows()?;
     product.epilogue.begin()?;
     let (tile, groups) = product.position(ROWS, COLUMNS)?;
@@ -68,7 +68,7 @@ pub(super) fn build(mut product: Product<'_>) -> Built<LoweredKernel> {
     let right = Copies::new(b, &product.operands[1], RIGHT, (windows[1], tile.batch, tile.column))?;
     let operands = [&product.operands[0], &product.operands[1]];
     let tiles = small(operands[0].depth.div_ceil(LEFT.depth(operands[0]) as usize));
-    let pipeline = Pipeline { element: product.element, shared, warpgroup, copies: [left, right], operands };
+    let pipeline = Pipeline { element, shared, warpgroup, copies: [left, right], operands };
     let sums = pipeline.run(b, tiles)?;
     let rows = times(b, warpgroup, WARPGROUP_ROWS as isize)?;
     let row = times(b, in_group, FRAGMENT as isize)?;

@@ -36,7 +36,7 @@ const FRAGMENTS: u32 = WARP_TILE / FRAGMENT;
 const STORE: StoreShape = StoreShape { rows: 2 * FRAGMENT, columns: WARP_TILE };
 const _: () = assert!(ITEMS / WARP * STORE.warp_bytes() <= STAGES * STAGE_BYTES);
 
-pub(super) fn build(mut product: Product<'_>) -> Built<LoweredKernel> {
+pub(super) fn build(mut product: Product<'_>, element: MatrixElement) -> Built<LoweredKernel> {
     let windows = product.windows()?;
     product.epilogue.begin()?;
     let (tile, groups) = product.position(TILE, TILE)?;
@@ -55,7 +55,7 @@ pub(super) fn build(mut product: Product<'_>) -> Built<LoweredKernel> {
     let operand = &product.operands[0];
     let tiles = small(operand.depth.div_ceil(COPY.depth(operand) as usize));
     let depth = COPY.depth(operand);
-    let pipeline = Pipeline { element: product.element, shared, copies, fragments, depth };
+    let pipeline = Pipeline { element, shared, copies, fragments, depth };
     let sums = pipeline.run(b, tiles)?;
     let per_pass = (STORE.rows / FRAGMENT * WARP_TILE / 8) as usize;
     for (pass, sums) in (0..).zip(sums.chunks(per_pass)) {
