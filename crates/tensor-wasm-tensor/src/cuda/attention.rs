@@ -7,7 +7,7 @@
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, UnaryOp, Value, Variable};
 use tensor_wasm_jit::{MatrixElement, Target};
 
-use super::index::{Indices, small, sum, times};
+use super::index::{Indices, scaled, small, sum, times};
 use super::map::{Argument, LoweredKernel, LoweredStep, Program};
 use super::matrix::{Operand, clamped, four, pack};
 use super::numbers::{Built, half_type};
@@ -115,7 +115,7 @@ impl<'k> RowCopies<'k> {
             let own = b.binary(B::I32Add, row, more)?;
             to.push(tile.offset(b, own, chunk)?);
         }
-        let within = times(b, chunk, elements as isize)?;
+        let within = scaled(b, chunk, elements)?;
         let bytes = if operand.depth == (tile.row_bytes / ELEMENT_BYTES) as usize {
             b.i32(CHUNK_BYTES.cast_signed())?
         } else {
@@ -199,7 +199,7 @@ impl<'k> Attention<'k> {
         // The last queries see the most keys: they begin first.
         let last = b.i32(small(blocks - 1).cast_signed())?;
         let block = b.binary(B::I32Sub, last, block)?;
-        let first = times(b, block, QUERIES as isize)?;
+        let first = scaled(b, block, QUERIES)?;
         let (warp, lane) = warp_and_lane(b)?;
         let shared = b.shared(STAGES * self.stage_bytes)?;
         let queries = self.queries(b, shared, (windows[0], batch), first, warp)?;
@@ -214,7 +214,7 @@ impl<'k> Attention<'k> {
         };
         // The number of the item's first query.
         let (group, pair) = Indices::default().divide(b, lane, 4)?;
-        let in_tile = times(b, warp, FRAGMENT as isize)?;
+        let in_tile = scaled(b, warp, FRAGMENT)?;
         let query_number = b.binary(B::I32Add, first, in_tile)?;
         let query_number = b.binary(B::I32Add, query_number, group)?;
         self.run(b, shared, (&keys, &values), &queries, &rows, (first, query_number, pair))?;
@@ -240,7 +240,7 @@ impl<'k> Attention<'k> {
         b.await_copies(0)?;
         b.barrier()?;
         let steps = steps_of(query.depth);
-        let from = times(b, warp, FRAGMENT as isize)?;
+        let from = scaled(b, warp, FRAGMENT)?;
         let fragments = Fragments::new(b, self.key_tile, (Side::Left, true), from, (1, steps))?;
         let queries = (0..steps).map(|step| fragments.load(b, shared, 0, step)).collect::<Built<_>>()?;
         // Keys come where they were.
@@ -301,7 +301,7 @@ impl<'k> Attention<'k> {
             let one = b.i32(1)?;
             let next = b.binary(B::I32Add, tile, one)?;
             let has_next = b.binary(B::I32LtU, next, tiles)?;
-            let first_key = times(b, tile, self.keys as isize)?;
+            let first_key = scaled(b, tile, self.keys)?;
             let from = self.arrived(b, shared, (write, read), keys, (next, has_next))?;
             let scores = self.scores(b, from, queries, &key_fragments)?;
             let scores = self.masked(b, scores, first_key, (first, query, pair))?;
@@ -325,7 +325,7 @@ impl<'k> Attention<'k> {
         b.barrier()?;
         let to = self.next_stage(b, shared, write)?;
         b.begin_if(has_next, &[copies.from])?;
-        let before = times(b, next, self.keys as isize)?;
+        let before = scaled(b, next, self.keys)?;
         copies.copy(b, to, Some(before))?;
         b.end()?;
         b.commit_copies()?;

@@ -5,7 +5,7 @@
 
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, IdKind, KernelBuilder, Value};
 
-use super::index::times;
+use super::index::{scaled, times};
 use super::numbers::Built;
 
 /// What is copied, and swizzled, as a whole.
@@ -36,8 +36,8 @@ impl SharedTile {
         let swizzle = b.binary(B::I32ShrU, row, shift)?;
         let swizzle = b.binary(B::I32And, swizzle, mask)?;
         let chunk = b.binary(B::I32Xor, chunk, swizzle)?;
-        let start = times(b, row, self.row_bytes as isize)?;
-        let within = times(b, chunk, CHUNK_BYTES as isize)?;
+        let start = scaled(b, row, self.row_bytes)?;
+        let within = scaled(b, chunk, CHUNK_BYTES)?;
         b.binary(B::I32Add, start, within)
     }
 }

@@ -15,7 +15,7 @@ use tensor_wasm_jit::build::{Axis, BinaryOp as B, IdKind, KernelBuilder, Value, 
 use tensor_wasm_jit::{MatrixElement, Target};
 
 pub(super) use self::operand::{Operand, clamped, pack};
-use super::index::{Indices, small, times};
+use super::index::{Indices, scaled, small, times};
 use super::map::{Epilogue, LoweredStep};
 use super::numbers::Built;
 use super::tile::Side;
@@ -203,7 +203,7 @@ impl Product<'_> {
             b.finish_item()?;
             b.end()?;
         }
-        let (row, column) = (times(b, row, rows as isize)?, times(b, column, columns as isize)?);
+        let (row, column) = (scaled(b, row, rows)?, scaled(b, column, columns)?);
         Ok((TilePosition { batch, row, column }, small(batches(self.kernel) * padded * column_tiles)))
     }
 

@@ -4,7 +4,7 @@
 use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, IdKind, KernelBuilder, Value, Variable};
 
-use super::super::index::{Axes, Indices, small, sum, times};
+use super::super::index::{Axes, Indices, scaled, small, sum, times};
 use super::super::map::{Argument, GROUP, LoweredKernel, Program};
 use super::super::numbers::Built;
 use super::super::tile::{CHUNK_BYTES, SharedTile, Side};
@@ -45,7 +45,8 @@ impl Operand {
         let (along, depth) = (layout.shape[along_axis], layout.shape[depth_axis]);
         let bytes = view.dtype.size();
         let is_by_depth = strides[depth_axis] == 1;
-        if !is_by_depth && !(allows_turned && strides[along_axis] == 1) {
+        let lies_along = allows_turned && strides[along_axis] == 1;
+        if !is_by_depth && !lies_along {
             return None;
         }
         let (stride, len) = if is_by_depth { (strides[along_axis], depth) } else { (strides[depth_axis], along) };
@@ -215,13 +216,13 @@ impl Copies {
         let (line, chunk) = indices.divide(b, item, line_chunks)?;
         let to = if shape.is_blocked && !operand.is_by_depth {
             let (block, within) = indices.divide(b, chunk, BLOCK_BYTES / CHUNK_BYTES)?;
-            let start = times(b, block, shape.block_bytes(operand) as isize)?;
+            let start = scaled(b, block, shape.block_bytes(operand))?;
             let within = tile.offset(b, line, within)?;
             b.binary(B::I32Add, start, within)?
         } else {
             tile.offset(b, line, chunk)?
         };
-        let within = times(b, chunk, elements as isize)?;
+        let within = scaled(b, chunk, elements)?;
         let head = indices.place(b, &operand.heads, batch)?;
         let along_end = b.i32(small(operand.along).cast_signed())?;
         let (whole, none) = (b.i32(CHUNK_BYTES.cast_signed())?, b.i32(0)?);
@@ -304,7 +305,7 @@ impl Copies {
 pub(in crate::cuda) fn clamped(b: &mut KernelBuilder, end: Value, at: Value, bytes: u32) -> Built<Value> {
     let (whole, none) = (b.i32(CHUNK_BYTES.cast_signed())?, b.i32(0)?);
     let left = b.binary(B::I32Sub, end, at)?;
-    let left = times(b, left, bytes as isize)?;
+    let left = scaled(b, left, bytes)?;
     let is_whole = b.binary(B::I32GeS, left, whole)?;
     let is_any = b.binary(B::I32GtS, left, none)?;
     let left = b.select(is_whole, whole, left)?;

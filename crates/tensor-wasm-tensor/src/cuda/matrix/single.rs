@@ -5,7 +5,7 @@
 use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, Value, Variable};
 
-use super::super::index::{Indices, small, sum, times};
+use super::super::index::{Indices, scaled, small, sum, times};
 use super::super::map::LoweredKernel;
 use super::super::numbers::Built;
 use super::operand::Operand;
@@ -49,7 +49,7 @@ pub(super) fn build(mut product: Product<'_>) -> Built<LoweredKernel> {
     let shared = b.shared(STAGES * STAGE_BYTES)?;
     let item = b.id(IdKind::Local, Axis::X)?;
     let (row, column) = Indices::default().divide(b, item, TILE / EACH)?;
-    let (row, column) = (times(b, row, FOUR as isize)?, times(b, column, FOUR as isize)?);
+    let (row, column) = (scaled(b, row, FOUR)?, scaled(b, column, FOUR)?);
     let firsts = [tile.row, tile.column];
     let mut loads = Vec::new();
     for ((operand, window), first) in product.operands.iter().zip(windows).zip(firsts) {
@@ -72,7 +72,7 @@ fn store(
     for half in 0..2 {
         let b = product.epilogue.builder();
         b.barrier()?;
-        let to = times(b, row, STEP_BYTES as isize)?;
+        let to = scaled(b, row, STEP_BYTES)?;
         let to = b.binary(B::I32Add, to, shared)?;
         let to = b.element(to, column, 4)?;
         for own in 0..FOUR {
@@ -113,7 +113,7 @@ impl<'k> Loads<'k> {
         let item = b.id(IdKind::Local, Axis::X)?;
         let pieces = if operand.is_by_depth { DEPTH / FOUR } else { TILE / FOUR };
         let (line, piece) = indices.divide(b, item, pieces)?;
-        let piece = times(b, piece, FOUR as isize)?;
+        let piece = scaled(b, piece, FOUR)?;
         let (own, deep) = if operand.is_by_depth { (line, piece) } else { (piece, line) };
         let along = b.binary(B::I32Add, first, own)?;
         let head = indices.place(b, &operand.heads, batch)?;
@@ -127,7 +127,7 @@ impl<'k> Loads<'k> {
             sum(b, &[Some(start), Some(line), Some(along)], 0)?
         };
         let (from, start) = (b.element(window, place, 4)?, b.element(window, start, 4)?);
-        let to = times(b, deep, STEP_BYTES as isize)?;
+        let to = scaled(b, deep, STEP_BYTES)?;
         let to = b.element(to, own, 4)?;
         Ok(Loads { operand, from: b.variable(from)?, start, along, deep, to })
     }

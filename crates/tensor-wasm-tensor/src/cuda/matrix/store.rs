@@ -5,7 +5,7 @@
 use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{BinaryOp as B, Value};
 
-use super::super::index::{Indices, small, times};
+use super::super::index::{Indices, scaled, small, times};
 use super::super::numbers::Built;
 use super::super::tile::{FRAGMENT, WARP, warp_and_lane};
 use super::{Product, TilePosition, sizes};
@@ -52,10 +52,10 @@ impl Product<'_> {
         let b = self.epilogue.builder();
         let mut indices = Indices::default();
         let (warp, lane) = warp_and_lane(b)?;
-        let own = times(b, warp, shape.warp_bytes() as isize)?;
+        let own = scaled(b, warp, shape.warp_bytes())?;
         let own = b.binary(B::I32Add, shared, own)?;
         let (group, pair) = indices.divide(b, lane, 4)?;
-        let (to_row, to_column) = (times(b, group, shape.pitch() as isize)?, times(b, pair, 8)?);
+        let (to_row, to_column) = (scaled(b, group, shape.pitch())?, times(b, pair, 8)?);
         let to = b.binary(B::I32Add, own, to_row)?;
         let to = b.binary(B::I32Add, to, to_column)?;
         b.barrier()?;
@@ -94,11 +94,11 @@ impl Product<'_> {
         let counter = b.variable(zero)?;
         let again = b.begin_loop(&[counter])?;
         let turn = b.get(counter)?;
-        let chunk = times(b, turn, items as isize)?;
+        let chunk = scaled(b, turn, items)?;
         let chunk = b.binary(B::I32Add, chunk, item)?;
         let (row, column) = Indices::default().divide(b, chunk, per_row)?;
         let column = times(b, column, lanes.cast_signed())?;
-        let at = times(b, row, from.pitch as isize)?;
+        let at = scaled(b, row, from.pitch)?;
         let at = b.binary(B::I32Add, at, from.start)?;
         let at = b.element(at, column, 4)?;
         let elements: Vec<Value> = (0..small(lanes)).map(|lane| b.load(Ty::F32, at, 4 * lane)).collect::<Built<_>>()?;

@@ -84,7 +84,7 @@ fn run(step: &LoweredStep, leaves: &[Vec<u8>], out_bytes: usize) -> Vec<u8> {
 
 /// Small numbers that every type has.
 fn number(seed: usize, n: usize) -> f32 {
-    (((n + seed) * 2_654_435_761 >> 7) % 17) as f32 / 8.0 - 1.0
+    ((((n + seed) * 2_654_435_761) >> 7) % 17) as f32 / 8.0 - 1.0
 }
 
 fn bytes_of(dtype: DType, x: f32) -> Vec<u8> {

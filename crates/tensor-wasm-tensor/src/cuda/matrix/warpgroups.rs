@@ -6,7 +6,7 @@
 use tensor_wasm_jit::MatrixElement;
 use tensor_wasm_jit::build::{BinaryOp as B, BuildError, KernelBuilder, UnaryOp as U, Value, Variable};
 
-use super::super::index::{Indices, small, times};
+use super::super::index::{Indices, scaled, small};
 use super::super::map::LoweredKernel;
 use super::super::numbers::Built;
 use super::super::tile::{CHUNK_BYTES, FRAGMENT, WARP, warp_and_lane};
@@ -70,8 +70,8 @@ pub(super) fn build(mut product: Product<'_>, element: MatrixElement) -> Built<L
     let tiles = small(operands[0].depth.div_ceil(LEFT.depth(operands[0]) as usize));
     let pipeline = Pipeline { element, shared, warpgroup, copies: [left, right], operands };
     let sums = pipeline.run(b, tiles)?;
-    let rows = times(b, warpgroup, WARPGROUP_ROWS as isize)?;
-    let row = times(b, in_group, FRAGMENT as isize)?;
+    let rows = scaled(b, warpgroup, WARPGROUP_ROWS)?;
+    let row = scaled(b, in_group, FRAGMENT)?;
     let row = b.binary(B::I32Add, row, rows)?;
     let column = b.i32(0)?;
     product.store_rows(STORE, &tile, shared, (row, column), &sums)?;
@@ -117,7 +117,7 @@ impl Pipeline<'_> {
             let shift = b.i32(LEFT_BYTES.cast_signed())?;
             let right = b.binary(B::I32Add, stage, shift)?;
             // The warpgroup's rows: as many bytes further, whichever way they lie.
-            let rows = times(b, self.warpgroup, (WARPGROUP_ROWS * BLOCK_BYTES) as isize)?;
+            let rows = scaled(b, self.warpgroup, WARPGROUP_ROWS * BLOCK_BYTES)?;
             let left = b.binary(B::I32Add, stage, rows)?;
             let left = descriptor(b, left, self.operands[0], LEFT)?;
             let right = descriptor(b, right, self.operands[1], RIGHT)?;

@@ -4,7 +4,7 @@
 use tensor_wasm_jit::MatrixElement;
 use tensor_wasm_jit::build::{BinaryOp as B, BuildError, KernelBuilder, UnaryOp, Value, Variable};
 
-use super::super::index::{Indices, small, times};
+use super::super::index::{Indices, scaled, small};
 use super::super::map::LoweredKernel;
 use super::super::numbers::Built;
 use super::super::tile::{FRAGMENT, Fragments, Side, WARP, warp_and_lane};
@@ -43,7 +43,7 @@ pub(super) fn build(mut product: Product<'_>, element: MatrixElement) -> Built<L
     let b = product.epilogue.builder();
     let (warp, _) = warp_and_lane(b)?;
     let (row, column) = Indices::default().divide(b, warp, TILE / WARP_TILE)?;
-    let (row, column) = (times(b, row, WARP_TILE as isize)?, times(b, column, WARP_TILE as isize)?);
+    let (row, column) = (scaled(b, row, WARP_TILE)?, scaled(b, column, WARP_TILE)?);
     let shared = b.shared(STAGES * STAGE_BYTES)?;
     let (mut copies, mut fragments) = (Vec::new(), Vec::new());
     let sides = [(tile.row, row, Side::Left), (tile.column, column, Side::Right)];
