@@ -14,6 +14,7 @@
 //! Building an expression cannot fail: an operation that makes no sense makes a tensor that holds the error, and
 //! reading anything that depends on it says what was wrong, with which shapes, and in which line.
 
+#[cfg(feature = "cuda")]
 mod auto;
 mod autograd;
 mod cpu;
