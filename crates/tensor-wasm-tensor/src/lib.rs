@@ -15,6 +15,7 @@
 //! reading anything that depends on it says what was wrong, with which shapes, and in which line.
 
 mod account;
+#[cfg(feature = "cuda")]
 mod auto;
 mod autograd;
 mod cpu;

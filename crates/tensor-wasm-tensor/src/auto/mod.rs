@@ -8,14 +8,11 @@
 
 pub(crate) mod cost;
 pub(crate) mod history;
-#[cfg(feature = "cuda")]
 mod measure;
-#[cfg(feature = "cuda")]
 mod place;
 #[cfg(test)]
 mod tests;
 
-#[cfg(feature = "cuda")]
 pub(crate) use place::{execute, explain};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

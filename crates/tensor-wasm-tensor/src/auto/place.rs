@@ -37,7 +37,7 @@ pub(crate) enum Auto {
     },
     Open {
         device: CudaDevice,
-        machine: Machine,
+        machine: Arc<Machine>,
     },
 }
 
@@ -58,7 +58,7 @@ fn open() -> Auto {
         Err(why) => return Auto::None { why: why.to_string().into() },
     };
     match measure::machine(&device) {
-        Ok(machine) => Auto::Open { device, machine },
+        Ok(machine) => Auto::Open { device, machine: Arc::new(machine) },
         Err(why) => Auto::None { why: format!("{} could not be measured: {why}", device.name()).into() },
     }
 }

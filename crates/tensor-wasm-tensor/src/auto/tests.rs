@@ -153,7 +153,6 @@ fn a_plan_does_not_go_back_and_forth() {
     assert!(changes <= 2, "{changes} changes");
 }
 
-#[cfg(feature = "cuda")]
 #[test]
 fn plans_run_where_their_explanation_says() {
     use super::place::{Auto, set};
@@ -176,18 +175,18 @@ fn plans_run_where_their_explanation_says() {
     assert!(!is_on_gpu(&made) && choice.contains("auto is the cpu: there is none here"), "{choice}");
     // Small, and on the host: a copy alone would take longer.
     let own = machine();
-    set(Auto::Open { device: device.clone(), machine: own });
+    set(Auto::Open { device: device.clone(), machine: own.into() });
     let (made, choice) = run(&|| &x + 2.0);
     assert!(!is_on_gpu(&made) && choice.contains("µs on the cpu (estimated)"), "{choice}");
     // What lies there is used there, unless the way is short.
     let far = Link { latency: 3e-5, ..own.link };
-    set(Auto::Open { device: device.clone(), machine: Machine { link: far, ..own } });
+    set(Auto::Open { device: device.clone(), machine: Machine { link: far, ..own }.into() });
     let there = x.to(&Device::Cuda(device.clone()));
     let (made, choice) = run(&|| (&there * 3.0).exp());
     assert!(is_on_gpu(&made) && choice.starts_with("auto is "), "{choice}");
     // On a host that is slow enough, the same goes to the GPU from where it is.
     let slow = Speeds { rates: [(1e3, 1e6); 3], operations: 1e6, ..own.cpu };
-    set(Auto::Open { device: device.clone(), machine: Machine { cpu: slow, ..own } });
+    set(Auto::Open { device: device.clone(), machine: Machine { cpu: slow, ..own }.into() });
     let (made, _) = run(&|| (&x * 5.0).tanh());
     assert!(is_on_gpu(&made));
     let expected = (&x * 5.0).tanh().to_vec::<f32>().unwrap();

@@ -545,3 +545,49 @@ fn attention_as_one_kernel_is_as_composed() {
     let q = Tensor::normal(&[8, 16], 10, DType::F32);
     assert!(q.attention(&q, &q, false).explain().unwrap().kernels.len() > 1, "not in single precision");
 }
+
+/// Tokens of a small model, each the place of the largest of what it makes of the last; on whatever device there is.
+fn tokens() -> Vec<i64> {
+    let table = Tensor::normal(&[7, 8], 1, DType::F32);
+    let places = Tensor::normal(&[6, 8], 2, DType::F32);
+    Tensor::realize_all(&[&table, &places]).unwrap();
+    let mut cache = crate::nn::KvCache::new(1, &[1, 2, 6, 4], DType::F32);
+    let mut row = table.narrow(0, 3, 1).reshape(&[1, 1, 8]);
+    let mut made = Vec::new();
+    for _ in 0..6 {
+        let x = (&row + cache.place(&places)).reshape(&[1, 2, 1, 4]);
+        let seen = cache.attend(0, &x, &(&x * 0.5), &x.tanh()).reshape(&[1, 8]);
+        let token = seen.matmul(&table.t()).argmax(-1);
+        row = table.embedding(&token).reshape(&[1, 1, 8]);
+        cache.advance(&[&token, &row]).unwrap();
+        made.push(token);
+    }
+    made.iter().map(|token| token.item::<i64>().unwrap()).collect()
+}
+
+#[test]
+fn tokens_are_made_one_by_one_as_on_a_cpu() {
+    let expected = tokens();
+    assert!(expected.iter().any(|token| *token != expected[0]), "{expected:?}");
+    assert_eq!(with_device(&DEVICE, tokens), expected);
+}
+
+#[test]
+fn indices_are_checked_wherever_they_are() {
+    let table = Tensor::normal(&[5, 3], 1, DType::F32);
+    let select = |index: &[i64], is_computed: bool| {
+        with_device(&DEVICE, || {
+            let index = Tensor::from_slice(index, &[index.len()]);
+            let index = if is_computed { index + 0_i64 } else { index };
+            table.index_select(0, &index).to_vec::<f32>()
+        })
+    };
+    for is_computed in [false, true] {
+        let rows = select(&[4, -5, 0], is_computed).unwrap();
+        assert_eq!(rows[3..6], rows[6..9]);
+        for outside in [5, -6] {
+            let error = select(&[1, outside], is_computed).unwrap_err().to_string();
+            assert!(error.contains(&format!("index {outside}")), "{error}");
+        }
+    }
+}

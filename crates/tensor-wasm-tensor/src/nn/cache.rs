@@ -104,7 +104,7 @@ impl KvCache {
         let places = Tensor::arange(0, count, 1, DType::I64);
         let is_now = places.unsqueeze(1).eq(&self.position);
         for (kept, new) in kept.iter_mut().zip([keys, values]) {
-            *kept = no_grad(|| is_now.where_(&new.detach(), &*kept));
+            *kept = no_grad(|| is_now.where_(new.detach(), &*kept));
         }
         let [keys, values] = kept;
         let scale = 1.0 / (expected[3] as f64).sqrt();
