@@ -47,6 +47,12 @@ impl PlanCache {
         PlanCache(Mutex::new(Vec::new()))
     }
 
+    pub(crate) fn clear(&self) {
+        // Dropped without the lock: what is kept on GPUs goes back.
+        let kept = std::mem::take(&mut *self.0.lock());
+        drop(kept);
+    }
+
     fn get(&self, key: &[u64]) -> Option<Arc<CompiledPlan>> {
         let mut plans = self.0.lock();
         let at = plans.iter().position(|(known, _)| **known == *key)?;

@@ -84,6 +84,19 @@ fn instance_limits(limits: &Limits) -> AccountLimits {
     }
 }
 
+/// What a tenant's tensors have of a GPU, for as long as the tenant is there.
+struct TenantDevice {
+    device: CudaDevice,
+    account: Arc<Account>,
+}
+
+impl Drop for TenantDevice {
+    /// Plans that are kept hold on to the device, and so to the tenant.
+    fn drop(&mut self) {
+        self.account.forget_plans();
+    }
+}
+
 impl State {
     /// What the instance has of tensors, from its first use of them on. Waits for a device that is being opened, if the
     /// function may use it.
@@ -109,11 +122,13 @@ impl State {
         }
         let stream = self.stream().await.map_err(|error| TensorFailure::denied(error.to_string()))?;
         let bytes_max = call.account.limits.gpu_memory_bytes_max;
-        let tenant = stream.kernels.tenant.clone();
         // One for all instances of a tenant: kernels of a plan are loaded once, and its memory is the tenant's.
-        let device = stream.kernels.companion(|| CudaDevice::of_tenant(tenant, bytes_max));
-        let device = device.ok_or_else(|| TensorFailure::denied("the tenant's device has another companion"))?;
-        Ok(Device::Cuda(CudaDevice::clone(&device)))
+        let companion = stream.kernels.companion(|| TenantDevice {
+            device: CudaDevice::of_tenant(stream.kernels.tenant.clone(), bytes_max),
+            account: call.account.tensors.clone(),
+        });
+        let companion = companion.ok_or_else(|| TensorFailure::denied("the tenant's device has another companion"))?;
+        Ok(Device::Cuda(companion.device.clone()))
     }
 
     /// What a plan of this instance runs for, and with.
