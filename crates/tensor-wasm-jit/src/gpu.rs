@@ -116,7 +116,7 @@ pub(crate) enum GpuOp {
         at: Address,
     },
     /// `sums += left * right` of a warpgroup: 64 rows, and twice as many columns as there are sums of an item, by a
-    /// depth of 16. Operands are in shared memory, as descriptors say. Sums are nobody's until it has been waited for.
+    /// depth of 32 bytes. Operands are in shared memory, as descriptors say. Sums are nobody's until it has been waited for.
     MultiplyShared {
         element: MatrixElement,
         sums: Vec<Reg>,
