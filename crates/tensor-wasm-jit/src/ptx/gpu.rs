@@ -39,10 +39,8 @@ impl PtxEmitter<'_> {
                 // Only halves can be turned on the way.
                 let turned = is_turned.map(|is_turned| format!(", {}", u8::from(is_turned))).concat();
                 let turned = if *element == MatrixElement::Tf32 { "" } else { &turned };
-                put!(
-                    self,
-                    "wgmma.mma_async.sync.aligned.m64n{columns}{depth}.f32.{ty}.{ty} {sums}, {left}, {right}, 1, 1, 1{turned};"
-                );
+                let what = format!("wgmma.mma_async.sync.aligned.m64n{columns}{depth}.f32.{ty}.{ty}");
+                put!(self, "{what} {sums}, {left}, {right}, 1, 1, 1{turned};");
             }
             GpuOp::FenceMultiply => put!(self, "wgmma.fence.sync.aligned;"),
             GpuOp::CommitMultiply => put!(self, "wgmma.commit_group.sync.aligned;"),

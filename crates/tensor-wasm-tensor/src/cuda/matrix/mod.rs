@@ -1,7 +1,9 @@
-//! Matrix products, on tensor cores where there are some for the type. A group of items computes a tile of the result, in registers; the operands' tiles
-//! come to shared memory by asynchronous copies (`operand.rs`) ahead of what is multiplied. Every device that has what
-//! it takes multiplies by warps (`warps.rs`), a Hopper by warpgroups, whose tensor cores read shared memory themselves
-//! (`warpgroups.rs`). Single precision has no tensor cores unless somebody asks for tf32 (`single.rs`). What follows the product is computed on its elements before they are stored (`store.rs`).
+//! Matrix products, on tensor cores where there are some for the type. A group of items computes a tile of the result,
+//! in registers; the operands' tiles come to shared memory by asynchronous copies (`operand.rs`) ahead of what is
+//! multiplied. Every device that has what it takes multiplies by warps (`warps.rs`), a Hopper by warpgroups, whose
+//! tensor cores read shared memory themselves (`warpgroups.rs`). Single precision has no tensor cores unless somebody
+//! asks for tf32 (`single.rs`). What follows the product is computed on its elements before they are stored
+//! (`store.rs`).
 
 mod operand;
 mod single;

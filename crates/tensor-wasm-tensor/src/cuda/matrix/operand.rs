@@ -73,8 +73,8 @@ impl Operand {
         })
     }
 
-    /// The same copied to scratch memory of its own, in rows that begin at multiples of a chunk; and how many bytes that
-    /// takes.
+    /// The same copied to scratch memory of its own, in rows that begin at multiples of a chunk; and how many bytes
+    /// that takes.
     pub(in crate::cuda) fn packed(
         view: &BufferView,
         side: Side,
