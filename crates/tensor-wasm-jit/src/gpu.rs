@@ -1,7 +1,7 @@
 //! Instructions that only GPUs have: matrix instructions of a warp, loads of their fragments, copies to shared memory
-//! that go on while the kernel computes, and conversions of packed halves. Hosts build them (`build.rs`); no instruction
-//! of Wasm becomes one. Those that access memory have no fence, so that a kernel with one is compiled trusted or not at
-//! all, and none has a form for a CPU.
+//! that go on while the kernel computes, and conversions of packed halves. Hosts build them (`build.rs`); no
+//! instruction of Wasm becomes one. Those that access memory have no fence, so that a kernel with one is compiled
+//! trusted or not at all, and none has a form for a CPU.
 //!
 //! Every item of a warp comes to a matrix instruction and to a load of fragments: what one item holds is part of a tile
 //! that the warp holds together. Fragments are laid out as PTX says for `mma.m16n8k16` (`mma.m8n8k4` of Volta is not
@@ -91,8 +91,8 @@ pub(crate) enum GpuOp {
         b: [Reg; 2],
         sums: [Reg; 4],
     },
-    /// Four tiles of eight rows of 16 bytes from shared memory: items 0 to 7 say where the rows of the first are, and so
-    /// on. Each item gets four bytes of each; transposed, two elements of two bytes that are in one column.
+    /// Four tiles of eight rows of 16 bytes from shared memory: items 0 to 7 say where the rows of the first are, and
+    /// so on. Each item gets four bytes of each; transposed, two elements of two bytes that are in one column.
     LoadTiles {
         to: [Reg; 4],
         at: Address,
@@ -116,7 +116,8 @@ pub(crate) enum GpuOp {
         at: Address,
     },
     /// `sums += left * right` of a warpgroup: 64 rows, and twice as many columns as there are sums of an item, by a
-    /// depth of 16. Operands are in shared memory, as descriptors say. Sums are nobody's until it has been waited for.
+    /// depth of 32 bytes. Operands are in shared memory, as descriptors say. Sums are nobody's until it has been
+    /// waited for.
     MultiplyShared {
         element: MatrixElement,
         sums: Vec<Reg>,

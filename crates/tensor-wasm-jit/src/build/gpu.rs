@@ -103,9 +103,9 @@ impl KernelBuilder {
         Ok(Accumulators { builder: self.builder, scope, regs })
     }
 
-    /// Adds the product of 64 rows and twice as many columns as there are sums, by a depth of 16, of a warpgroup: four
-    /// warps, all of which come here. Operands are in shared memory, where descriptors of 64 bits say; each is turned
-    /// where its elements lie side by side along the result and not along the depth.
+    /// Adds the product of 64 rows and twice as many columns as there are sums, by a depth of 32 bytes, of a
+    /// warpgroup: four warps, all of which come here. Operands are in shared memory, where descriptors of 64 bits say;
+    /// each is turned where its elements lie side by side along the result and not along the depth.
     pub fn multiply_shared(
         &mut self,
         element: MatrixElement,
@@ -114,8 +114,8 @@ impl KernelBuilder {
         is_turned: [bool; 2],
     ) -> Result<(), BuildError> {
         self.begin("a product of shared tiles")?;
-        if element == MatrixElement::Tf32 {
-            return Err(BuildError::Structure { what: "a warpgroup multiplies halves" });
+        if element == MatrixElement::Tf32 && is_turned != [false; 2] {
+            return Err(BuildError::Structure { what: "tf32 lies along the depth" });
         }
         let regs = self.registers(sums)?;
         let [left, right] = self.operands("a product of shared tiles", descriptors, Ty::I64)?;

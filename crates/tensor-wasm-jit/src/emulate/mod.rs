@@ -79,8 +79,8 @@ struct Item {
     stands: Stands,
     /// Copies to shared memory that are under way, group by group; the last group is not committed yet.
     copies: Vec<Vec<PendingCopy>>,
-    /// Products of a warpgroup that are under way, in its first item: groups of the numbers of their instructions and of
-    /// both descriptors.
+    /// Products of a warpgroup that are under way, in its first item: groups of the numbers of their instructions and
+    /// of both descriptors.
     products: Vec<Vec<(usize, u64, u64)>>,
 }
 

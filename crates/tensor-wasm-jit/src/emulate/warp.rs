@@ -73,7 +73,7 @@ impl Run<'_> {
                 items[0].products.push(open);
             }
             "mma_async" => {
-                let first = instruction.operands.len().checked_sub(7).ok_or("too few operands")?;
+                let first = sums_of(instruction)?;
                 let descriptor = |item: &Item, n: usize| self.value(item, &instruction.operands[first + n]);
                 let (left, right) = (descriptor(&items[0], 0)?, descriptor(&items[0], 1)?);
                 for item in &*items {
@@ -96,15 +96,18 @@ impl Run<'_> {
             return Err("128 bytes are swizzled together".to_owned());
         }
         let (start, block, eight) = (field(0), field(16), field(32));
+        let bytes = if ty == "tf32" { 4 } else { 2 };
         let at = if is_turned {
             start + along / 64 * block + step / 8 * eight + step % 8 * 128 + along % 64 * 2
         } else {
-            start + along / 8 * eight + along % 8 * 128 + step * 2
+            start + along / 8 * eight + along % 8 * 128 + step * bytes
         };
         // Chunks of 16 bytes are exchanged by the line of 128 that they are in.
         let at = usize::try_from(at ^ (at >> 7 & 7) << 4).map_err(|_| "too far")?;
-        let bytes = self.shared.get(at..at + 2).ok_or_else(|| format!("nothing is at {at:#x} of shared memory"))?;
-        Ok(element(ty, u64::from(u16::from_le_bytes([bytes[0], bytes[1]])), 0))
+        let found = self.shared.get(at..at + bytes as usize);
+        let found = found.ok_or_else(|| format!("nothing is at {at:#x} of shared memory"))?;
+        let word = found.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+        Ok(element(ty, word, 0))
     }
 
     fn multiply_shared(
@@ -114,11 +117,12 @@ impl Run<'_> {
         left: u64,
         right: u64,
     ) -> Result<(), String> {
-        let count = instruction.operands.len() - 7;
+        let count = sums_of(instruction)?;
+        // Tf32 is not turned, and does not say so.
         let turned = |n: usize| instruction.operands.get(n) == Some(&Operand::Immediate(1));
         let (is_left_turned, is_right_turned) = (turned(count + 5), turned(count + 6));
         let ty = instruction.opcode.get(6).ok_or("of which type?")?;
-        let (rows, columns, depth) = (64, 2 * count as u64, 16);
+        let (rows, columns, depth) = (64, 2 * count as u64, if ty == "tf32" { 8 } else { 16 });
         let mut a = vec![[0.0_f64; 16]; 64];
         let mut b = vec![[0.0_f64; 16]; 2 * count];
         for step in 0..depth {
@@ -212,6 +216,13 @@ impl Run<'_> {
             at.filter(|at| at.is_multiple_of(COPY_BYTES)).and_then(|at| self.shared.get_mut(at..at + COPY_BYTES));
         found.ok_or_else(|| format!("16 bytes at {address:#x} are not in shared memory, or not aligned"))
     }
+}
+
+/// How many sums an item has of a warpgroup's product: half as many as it has columns.
+fn sums_of(instruction: &PtxInstruction) -> Result<usize, String> {
+    let shape = instruction.opcode.get(4).and_then(|shape| shape.strip_prefix("m64n"));
+    let columns = shape.and_then(|shape| shape.split('k').next()).and_then(|columns| columns.parse::<usize>().ok());
+    columns.map(|columns| columns / 2).ok_or_else(|| "of which shape?".to_owned())
 }
 
 fn shuffle(warp: &mut [Item], instruction: &PtxInstruction) -> Result<(), String> {

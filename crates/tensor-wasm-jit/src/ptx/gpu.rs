@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use super::PtxEmitter;
-use crate::gpu::{COPY_BYTES, GpuOp, HalfType};
+use crate::gpu::{COPY_BYTES, GpuOp, HalfType, MatrixElement};
 use crate::ir::{Address, Reg};
 
 impl PtxEmitter<'_> {
@@ -32,13 +32,15 @@ impl PtxEmitter<'_> {
                 put!(self, "cvt.u32.u64 {to}, {};", address.trim_end_matches("+0"));
             }
             GpuOp::MultiplyShared { element, sums, left, right, is_turned } => {
-                let ((ty, _), columns, sums) = (element.spelling(), 2 * sums.len(), self.list(sums));
+                let (ty, shape) = element.spelling();
+                let depth = shape.trim_start_matches("m16n8");
+                let (columns, sums) = (2 * sums.len(), self.list(sums));
                 let (left, right) = (self.reg(*left), self.reg(*right));
-                let [a, b] = is_turned.map(u8::from);
-                put!(
-                    self,
-                    "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{ty}.{ty} {sums}, {left}, {right}, 1, 1, 1, {a}, {b};"
-                );
+                // Only halves can be turned on the way.
+                let turned = is_turned.map(|is_turned| format!(", {}", u8::from(is_turned))).concat();
+                let turned = if *element == MatrixElement::Tf32 { "" } else { &turned };
+                let what = format!("wgmma.mma_async.sync.aligned.m64n{columns}{depth}.f32.{ty}.{ty}");
+                put!(self, "{what} {sums}, {left}, {right}, 1, 1, 1{turned};");
             }
             GpuOp::FenceMultiply => put!(self, "wgmma.fence.sync.aligned;"),
             GpuOp::CommitMultiply => put!(self, "wgmma.commit_group.sync.aligned;"),

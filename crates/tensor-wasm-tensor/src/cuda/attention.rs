@@ -1,5 +1,5 @@
-//! Attention as one kernel, on tensor cores: the scores of a tile of queries are computed for some keys at a time, their
-//! softmax is corrected as larger ones come up, and no score is ever stored.
+//! Attention as one kernel, on tensor cores: the scores of a tile of queries are computed for some keys at a time,
+//! their softmax is corrected as larger ones come up, and no score is ever stored.
 //!
 //! A group of four warps has 64 queries, a warp 16 of them, in registers; so are its results. Tiles of keys and of
 //! values come by turns, two ahead of the one that is used, through three places in shared memory.

@@ -1,7 +1,9 @@
-//! Matrix products, on tensor cores where there are some for the type. A group of items computes a tile of the result, in registers; the operands' tiles
-//! come to shared memory by asynchronous copies (`operand.rs`) ahead of what is multiplied. Every device that has what
-//! it takes multiplies by warps (`warps.rs`), a Hopper by warpgroups, whose tensor cores read shared memory themselves
-//! (`warpgroups.rs`). Single precision has no tensor cores unless somebody asks for tf32 (`single.rs`). What follows the product is computed on its elements before they are stored (`store.rs`).
+//! Matrix products, on tensor cores where there are some for the type. A group of items computes a tile of the result,
+//! in registers; the operands' tiles come to shared memory by asynchronous copies (`operand.rs`) ahead of what is
+//! multiplied. Every device that has what it takes multiplies by warps (`warps.rs`), a Hopper by warpgroups, whose
+//! tensor cores read shared memory themselves (`warpgroups.rs`). Single precision has no tensor cores unless somebody
+//! asks for tf32 (`single.rs`). What follows the product is computed on its elements before they are stored
+//! (`store.rs`).
 
 mod operand;
 mod single;
@@ -107,10 +109,10 @@ fn build(
     }
     let (m, columns) = sizes(kernel);
     let lanes = 1 << columns.trailing_zeros().min(3);
-    let is_large = |element| target == Target::Hopper && warpgroups::pays(element, m, columns, batches(kernel));
+    let is_large = target == Target::Hopper && warpgroups::pays(m, columns, batches(kernel));
     let items = match units {
         Units::Single => single::ITEMS,
-        Units::TensorCores(element) if is_large(element) => warpgroups::ITEMS,
+        Units::TensorCores(_) if is_large => warpgroups::ITEMS,
         Units::TensorCores(_) => warps::ITEMS,
     };
     let arguments = operands.iter().map(|operand| operand.argument).collect();
@@ -118,7 +120,7 @@ fn build(
     let product = Product { kernel, operands, epilogue, lanes };
     step.kernels.push(match units {
         Units::Single => single::build(product)?,
-        Units::TensorCores(element) if is_large(element) => warpgroups::build(product, element)?,
+        Units::TensorCores(element) if is_large => warpgroups::build(product, element)?,
         Units::TensorCores(element) => warps::build(product, element)?,
     });
     Ok(step)
@@ -128,12 +130,11 @@ fn build(
 /// than by another pass over memory. On an H200, 4096² of bf16: 214 µs here, 216 by cuBLASLt (`cores`).
 pub(super) fn is_quick(kernel: &SpecialKernel, target: Target) -> bool {
     let (m, n) = sizes(kernel);
-    let element = if kernel.dtype == DType::F16 { MatrixElement::F16 } else { MatrixElement::BF16 };
     let is_half = matches!(kernel.dtype, DType::F16 | DType::BF16);
     let is_aligned = kernel.inputs.iter().zip([Side::Left, Side::Right]);
     is_half
         && target == Target::Hopper
-        && warpgroups::pays(element, m, n, batches(kernel))
+        && warpgroups::pays(m, n, batches(kernel))
         && is_aligned.into_iter().all(|(view, side)| Operand::of(view, side, true).is_some())
 }
 

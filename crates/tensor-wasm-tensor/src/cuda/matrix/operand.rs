@@ -73,8 +73,8 @@ impl Operand {
         })
     }
 
-    /// The same copied to scratch memory of its own, in rows that begin at multiples of a chunk; and how many bytes that
-    /// takes.
+    /// The same copied to scratch memory of its own, in rows that begin at multiples of a chunk; and how many bytes
+    /// that takes.
     pub(in crate::cuda) fn packed(
         view: &BufferView,
         side: Side,
@@ -100,46 +100,75 @@ impl Operand {
     }
 }
 
-/// Copies an operand to lines that begin at multiples of a chunk: a work item for each element.
+/// Rows and columns of the square that a group turns round, and the rows of it that it has items for.
+const SIDE: u32 = 32;
+const SIDE_ROWS: u32 = GROUP / SIDE;
+
+/// Copies an operand to lines that begin at multiples of a chunk: a square of 32 by 32 elements for each group, by way
+/// of shared memory, so that neighbours load and store side by side whichever way the operand lies. What fills a line
+/// up is not written.
 pub(in crate::cuda) fn pack(view: &BufferView, to: &Operand) -> Built<LoweredKernel> {
-    let rank = view.layout.shape.rank();
+    let (rank, shape) = (view.layout.shape.rank(), view.layout.shape);
     let depth_axis = if to.side == Side::Left { rank - 1 } else { rank - 2 };
     let along_axis = if to.side == Side::Left { rank - 2 } else { rank - 1 };
     let (line_axis, own_axis) = if to.is_by_depth { (along_axis, depth_axis) } else { (depth_axis, along_axis) };
-    let shape = view.layout.shape;
+    let strides = view.layout.strides();
     let mut b = KernelBuilder::new("pack");
     let arguments = vec![Argument::Buffer(view.source), to.argument];
     let (from, target) = (b.window()?, b.window()?);
+    let b = &mut b;
     let batches: usize = shape[..rank - 2].iter().product();
     let (lines, len) = (shape[line_axis], shape[own_axis]);
-    let count = batches * lines * to.stride;
-    let number = b.id(IdKind::Global, Axis::X)?;
+    let squares = [lines, len].map(|size| small(size.div_ceil(SIDE as usize)));
     let mut indices = Indices::default();
-    let (line, own) = indices.divide(&mut b, number, small(to.stride))?;
-    let (batch, line) = indices.divide(&mut b, line, small(lines))?;
-    let (end, len) = (b.i32(small(count).cast_signed())?, b.i32(small(len).cast_signed())?);
-    let is_inside = b.binary(B::I32LtU, number, end)?;
-    let is_own = b.binary(B::I32LtU, own, len)?;
-    let is_inside = b.binary(B::I32And, is_inside, is_own)?;
-    b.begin_if(is_inside, &[])?;
-    let head = indices.place(&mut b, &Axes::of(&view.layout, |axis| axis < rank - 2), batch)?;
-    let strides = view.layout.strides();
-    let along = times(&mut b, line, strides[line_axis])?;
-    let within = times(&mut b, own, strides[own_axis])?;
-    let place = sum(&mut b, &[head, Some(along), Some(within)], view.layout.offset)?;
+    let (item, group) = (b.id(IdKind::Local, Axis::X)?, b.id(IdKind::Group, Axis::X)?);
+    let (group, own_square) = indices.divide(b, group, squares[1])?;
+    let (batch, line_square) = indices.divide(b, group, squares[0])?;
+    let (first_line, first_own) = (scaled(b, line_square, SIDE)?, scaled(b, own_square, SIDE)?);
+    let (y, x) = indices.divide(b, item, SIDE)?;
+    // One more word in a row, so that a column is in all banks.
+    let square = b.shared(SIDE * (SIDE + 1) * 4)?;
+    let head = indices.place(b, &Axes::of(&view.layout, |axis| axis < rank - 2), batch)?;
+    let (line_end, own_end) = (b.i32(small(lines).cast_signed())?, b.i32(small(len).cast_signed())?);
     let bytes = small(view.dtype.size());
-    let (from, target) = (b.element(from, place, bytes)?, b.element(target, number, bytes)?);
-    // As it is: two bytes, or four.
-    let ty = if bytes == 4 { Ty::F32 } else { Ty::I32 };
-    let value = if bytes == 4 { b.load(ty, from, 0)? } else { b.load_narrow(ty, bytes, false, from, 0)? };
-    if bytes == 4 {
-        b.store(value, target, 0)?
-    } else {
-        b.store_narrow(bytes, value, target, 0)?
+    // Neighbours load along whichever axis elements are nearer, and store along lines.
+    let is_turned = strides[line_axis].unsigned_abs() < strides[own_axis].unsigned_abs();
+    let place = |b: &mut KernelBuilder, row: u32, is_turned: bool| {
+        let more = b.i32((row * SIDE_ROWS).cast_signed())?;
+        let down = b.binary(B::I32Add, y, more)?;
+        let (line, own) = if is_turned { (x, down) } else { (down, x) };
+        let slot = scaled(b, line, SIDE + 1)?;
+        let slot = b.binary(B::I32Add, slot, own)?;
+        let slot = b.element(square, slot, 4)?;
+        let (line, own) = (b.binary(B::I32Add, first_line, line)?, b.binary(B::I32Add, first_own, own)?);
+        let (is_line, is_own) = (b.binary(B::I32LtU, line, line_end)?, b.binary(B::I32LtU, own, own_end)?);
+        Built::Ok((slot, line, own, b.binary(B::I32And, is_line, is_own)?))
+    };
+    for row in 0..SIDE / SIDE_ROWS {
+        let (slot, line, own, is_inside) = place(b, row, is_turned)?;
+        b.begin_if(is_inside, &[])?;
+        let (line, own) = (times(b, line, strides[line_axis])?, times(b, own, strides[own_axis])?);
+        let at = sum(b, &[head, Some(line), Some(own)], view.layout.offset)?;
+        let at = b.element(from, at, bytes)?;
+        let word = if bytes == 4 { b.load(Ty::I32, at, 0)? } else { b.load_narrow(Ty::I32, bytes, false, at, 0)? };
+        b.store(word, slot, 0)?;
+        b.end()?;
     }
-    b.end()?;
-    let groups = small(count.div_ceil(GROUP as usize));
-    Ok(LoweredKernel { program: Program::Built(b.finish()?), groups, items: GROUP, arguments })
+    b.barrier()?;
+    for row in 0..SIDE / SIDE_ROWS {
+        let (slot, line, own, is_inside) = place(b, row, false)?;
+        b.begin_if(is_inside, &[])?;
+        let word = b.load(Ty::I32, slot, 0)?;
+        let matrix = times(b, batch, (lines * to.stride).cast_signed())?;
+        let line = times(b, line, to.stride.cast_signed())?;
+        let at = sum(b, &[Some(matrix), Some(line), Some(own)], 0)?;
+        let at = b.element(target, at, bytes)?;
+        b.store_narrow(bytes, word, at, 0)?;
+        b.end()?;
+    }
+    let groups = small(batches) * squares[0] * squares[1];
+    let program = Program::Built(std::mem::replace(b, KernelBuilder::new("")).finish()?);
+    Ok(LoweredKernel { program, groups, items: GROUP, arguments })
 }
 
 /// How a group copies tiles: so many items, so many rows or columns of the result, so many bytes of the depth.

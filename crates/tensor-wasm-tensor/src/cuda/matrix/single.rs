@@ -1,6 +1,6 @@
-//! A product in single precision, without tensor cores: a group of 256 items computes a tile of 128 by 128 elements, each
-//! of them 8 by 8, in registers. The next tiles of the operands are loaded to registers while one is multiplied, and
-//! stored to the other of two places in shared memory then: one barrier for each 16 steps.
+//! A product in single precision, without tensor cores: a group of 256 items computes a tile of 128 by 128 elements,
+//! each of them 8 by 8, in registers. The next tiles of the operands are loaded to registers while one is multiplied,
+//! and stored to the other of two places in shared memory then: one barrier for each 16 steps.
 
 use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, Value, Variable};
@@ -24,7 +24,8 @@ const EACH: u32 = 8;
 const FOUR: u32 = 4;
 const HALF: u32 = TILE / 2;
 
-/// Bytes of one step of a tile: four floats more than it has, so that what lies along the depth is stored to more banks.
+/// Bytes of one step of a tile: four floats more than it has, so that what lies along the depth is stored to more
+/// banks.
 const STEP_BYTES: u32 = (TILE + 4) * 4;
 const TILE_BYTES: u32 = DEPTH * STEP_BYTES;
 const STAGE_BYTES: u32 = 2 * TILE_BYTES;

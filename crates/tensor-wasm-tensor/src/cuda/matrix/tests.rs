@@ -195,6 +195,9 @@ fn products_by_warpgroups_are_those_of_numbers() {
         check(Units::TensorCores(MatrixElement::BF16), (136, 264, 328), is_turned, Target::Hopper);
     }
     check(Units::TensorCores(MatrixElement::F16), (130, 260, 16), [false, true], Target::Hopper);
+    // A right operand that lies along columns is turned round first.
+    check(Units::TensorCores(MatrixElement::Tf32), (132, 40, 100), [false, true], Target::Hopper);
+    check(Units::TensorCores(MatrixElement::Tf32), (132, 40, 100), [true, false], Target::Hopper);
     check(Units::TensorCores(MatrixElement::BF16), (127, 33, 65), [false, false], Target::Hopper);
 }
 
@@ -223,6 +226,8 @@ fn kernels_on_tensor_cores_are_assembled_without_spills() {
     }
     let (step, _) = product(Units::TensorCores(MatrixElement::Tf32), large, [false, true], Target::Ampere);
     assemble(&image(&step.kernels[0].program), "product_warps_tf32", false);
+    let (step, _) = product(Units::TensorCores(MatrixElement::Tf32), large, [false, true], Target::Hopper);
+    assemble(&image(&step.kernels[0].program), "product_warpgroups_tf32", false);
     let (step, _) =
         product(Units::TensorCores(MatrixElement::BF16), (4001, 4003, 4005), [false, false], Target::Hopper);
     assert_eq!(step.kernels.len(), 3, "both operands are copied");

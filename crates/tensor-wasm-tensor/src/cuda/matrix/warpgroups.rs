@@ -27,9 +27,10 @@ const WARPS_PER_GROUP: u32 = 4;
 const LEFT: CopyShape = CopyShape { items: ITEMS, along: ROWS, depth_bytes: BLOCK_BYTES, is_blocked: true };
 const RIGHT: CopyShape = CopyShape { along: COLUMNS, ..LEFT };
 
-/// Elements of the depth that one instruction multiplies, each of two bytes.
-const STEP: u32 = 16;
-const STEPS: u32 = BLOCK_BYTES / (2 * STEP);
+/// Bytes of the depth that one instruction multiplies, and elements of halves.
+const STEP_BYTES: u32 = 32;
+const STEP: u32 = STEP_BYTES / 2;
+const STEPS: u32 = BLOCK_BYTES / STEP_BYTES;
 
 /// Stages of both operands' tiles: 192 KiB.
 const STAGES: u32 = 4;
@@ -51,9 +52,8 @@ const _: () = assert!(ITEMS / WARP * STORE.warp_bytes() <= STAGES * STAGE_BYTES)
 const TILES_MIN: usize = if cfg!(test) { 1 } else { 64 };
 
 /// Whether it is the quicker way for such a product.
-pub(super) fn pays(element: MatrixElement, rows: usize, columns: usize, batches: usize) -> bool {
-    let tiles = batches * rows.div_ceil(ROWS as usize) * columns.div_ceil(COLUMNS as usize);
-    element != MatrixElement::Tf32 && tiles >= TILES_MIN
+pub(super) fn pays(rows: usize, columns: usize, batches: usize) -> bool {
+    batches * rows.div_ceil(ROWS as usize) * columns.div_ceil(COLUMNS as usize) >= TILES_MIN
 }
 
 pub(super) fn build(mut product: Product<'_>, element: MatrixElement) -> Built<LoweredKernel> {
@@ -168,7 +168,7 @@ fn descriptor(b: &mut KernelBuilder, at: Value, operand: &Operand, shape: CopySh
 
 /// The same some steps of the depth further.
 fn advanced(b: &mut KernelBuilder, descriptor: Value, operand: &Operand, step: u32) -> Built<Value> {
-    let bytes = if operand.is_by_depth { 2 * STEP } else { STEP * BLOCK_BYTES };
+    let bytes = if operand.is_by_depth { STEP_BYTES } else { STEP * BLOCK_BYTES };
     let more = b.i64(i64::from(step * bytes / CHUNK_BYTES))?;
     b.binary(B::I64Add, descriptor, more)
 }
