@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use crate::root;
 
 /// What is built for which target, and the name it gets under target/guests.
-const BUILT: [(&str, &str, &str); 16] = [
+const BUILT: [(&str, &str, &str); 18] = [
     ("wasm32-wasip2", "hello.wasm", "hello.wasm"),
     ("wasm32-wasip2", "http_lab.wasm", "http-lab.wasm"),
     ("wasm32-wasip2", "typed.wasm", "typed.wasm"),
@@ -24,6 +24,8 @@ const BUILT: [(&str, &str, &str); 16] = [
     ("wasm32-wasip2", "gpu_hostile.wasm", "gpu-hostile.wasm"),
     ("wasm32-wasip2", "tensor_examples.wasm", "tensor-examples.wasm"),
     ("wasm32-wasip2", "tensor_hostile.wasm", "tensor-hostile.wasm"),
+    ("wasm32-wasip2", "classify.wasm", "classify.wasm"),
+    ("wasm32-wasip2", "generate.wasm", "generate.wasm"),
     ("wasm32-unknown-unknown", "gpu_saxpy_core.wasm", "gpu-saxpy-core.wasm"),
 ];
 

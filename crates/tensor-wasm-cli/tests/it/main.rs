@@ -24,6 +24,7 @@ mod examples;
 mod gpu;
 mod hostile;
 mod http;
+mod inference;
 mod invoke;
 mod jobs;
 mod kernel;

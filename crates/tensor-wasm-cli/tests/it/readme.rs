@@ -22,6 +22,7 @@ impl Session {
         }
         std::fs::create_dir(at("target")).unwrap();
         symlink(guest("hello.wasm").parent().unwrap(), at("target/guests")).unwrap();
+        symlink(root().join("guests"), at("guests")).unwrap();
         std::fs::create_dir(at("bin")).unwrap();
         symlink(&*EXE, at("bin/tensor-wasm")).unwrap();
         // An answer that is an error is a failure, as a reader would see it.
@@ -99,6 +100,8 @@ fn the_readmes_commands_work_in_order() {
     let png = std::fs::read(session.folder.path().join("m.png")).unwrap();
     assert_eq!(&png[1..4], b"PNG");
     assert_eq!(session.run("curl http://127.0.0.1:8080/run/hello/"), "Hello from TensorWasm!\n");
+    let read = session.run("curl --data-binary @guests/classify/seven.png http://127.0.0.1:8080/run/classify/");
+    assert!(read.starts_with(r#"{"digit":7,"#), "{read}");
 }
 
 #[test]

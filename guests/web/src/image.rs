@@ -5,15 +5,15 @@ use std::io::Cursor;
 use png::{ColorType, Compression, Decoder, Encoder, Limits, Transformations};
 
 /// Pixels are red, green, blue, alpha.
-pub(crate) struct Image {
-    pub(crate) width: u32,
-    pub(crate) height: u32,
-    pub(crate) pixels: Vec<[u8; 4]>,
+pub struct Image {
+    pub width: u32,
+    pub height: u32,
+    pub pixels: Vec<[u8; 4]>,
 }
 
 impl Image {
     /// Of an animation it is the first image.
-    pub(crate) fn decode(bytes: &[u8], side_max: u32) -> Result<Image, String> {
+    pub fn decode(bytes: &[u8], side_max: u32) -> Result<Image, String> {
         let bad = |error| format!("the body is not a PNG that can be read: {error}");
         let mut decoder = Decoder::new_with_limits(Cursor::new(bytes), Limits { bytes: 128 << 20 });
         decoder.set_transformations(Transformations::normalize_to_color8());
@@ -36,7 +36,7 @@ impl Image {
         Ok(Image { width, height, pixels })
     }
 
-    pub(crate) fn encode(&self) -> Result<Vec<u8>, String> {
+    pub fn encode(&self) -> Result<Vec<u8>, String> {
         let mut bytes = Vec::new();
         let mut encoder = Encoder::new(&mut bytes, self.width, self.height);
         encoder.set_color(ColorType::Rgba);
