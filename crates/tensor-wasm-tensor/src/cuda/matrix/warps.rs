@@ -19,11 +19,12 @@ pub(super) const ITEMS: u32 = 128;
 const DEPTH_BYTES: u32 = 64;
 const STEPS: u32 = DEPTH_BYTES / 32;
 
-/// Tiles that are in shared memory at once. Two of them are under way while one is multiplied; 48 KiB in all at most, so
-/// that two groups share a multiprocessor.
+/// Tiles that are in shared memory at once. Two of them are under way while one is multiplied; 48 KiB in all at most,
+/// so that two groups share a multiprocessor.
 const STAGES: u32 = 3;
 
-/// Groups from which on a device is full, more or less: with fewer, smaller tiles are shared out better. Tests have few.
+/// Groups from which on a device is full, more or less: with fewer, smaller tiles are shared out better. Tests have
+/// few.
 const GROUPS_MIN: usize = if cfg!(test) { 4 } else { 128 };
 
 /// The sizes of what a group and its warps compute.
