@@ -171,6 +171,8 @@ fn products_by_warps_are_those_of_numbers() {
         check(Units::TensorCores(MatrixElement::BF16), (136, 144, 200), is_turned, Target::Ampere);
         check(Units::TensorCores(MatrixElement::F16), (40, 24, 32), is_turned, Target::Ampere);
         check(Units::TensorCores(MatrixElement::Tf32), (132, 36, 52), is_turned, Target::Ampere);
+        // In smaller tiles, of which there are few.
+        check(Units::TensorCores(MatrixElement::BF16), (72, 136, 136), is_turned, Target::Ampere);
     }
     // Lines that no chunk begins at are copied first.
     check(Units::TensorCores(MatrixElement::BF16), (33, 45, 71), [false, false], Target::Ampere);

@@ -1,5 +1,5 @@
-//! A product by warps: four of them compute a tile of 128 by 128 elements, each a quarter of it, from fragments that
-//! they load to registers.
+//! A product by warps: four of them compute a tile of 128 by 128 elements, or of 64 by 64 where there are few, each a
+//! quarter of it, from fragments that they load to registers.
 
 use tensor_wasm_jit::MatrixElement;
 use tensor_wasm_jit::build::{BinaryOp as B, BuildError, KernelBuilder, UnaryOp, Value, Variable};
@@ -10,59 +10,104 @@ use super::super::numbers::Built;
 use super::super::tile::{FRAGMENT, Fragments, Side, WARP, warp_and_lane};
 use super::operand::{Copies, CopyShape};
 use super::store::StoreShape;
-use super::{Product, four, next_stage};
+use super::{Product, batches, four, next_stage, sizes};
 
 /// Items of a group.
 pub(super) const ITEMS: u32 = 128;
 
-/// Rows and columns of a group's tile, and of a warp's.
-const TILE: u32 = 128;
-const WARP_TILE: u32 = 64;
+/// Bytes of the depth that a tile has: two steps of 32.
+const DEPTH_BYTES: u32 = 64;
+const STEPS: u32 = DEPTH_BYTES / 32;
 
-/// A tile has two steps of 32 bytes of the depth.
-const COPY: CopyShape = CopyShape { items: ITEMS, along: TILE, depth_bytes: 64, is_blocked: false };
-const STEPS: u32 = COPY.depth_bytes / 32;
-
-/// Tiles that are in shared memory at once. Two of them are under way while one is multiplied; 48 KiB in all, so that
-/// two groups share a multiprocessor.
+/// Tiles that are in shared memory at once. Two of them are under way while one is multiplied; 48 KiB in all at most,
+/// so that two groups share a multiprocessor.
 const STAGES: u32 = 3;
-const TILE_BYTES: u32 = TILE * COPY.depth_bytes;
-const STAGE_BYTES: u32 = 2 * TILE_BYTES;
 
-/// Fragments of 16 by 16 that a warp has in each direction.
-const FRAGMENTS: u32 = WARP_TILE / FRAGMENT;
+/// Groups from which on a device is full, more or less: with fewer, smaller tiles are shared out better. Tests have
+/// few.
+const GROUPS_MIN: usize = if cfg!(test) { 4 } else { 128 };
 
-/// Half of a warp's rows are stored at once: more do not fit where the tiles were.
-const STORE: StoreShape = StoreShape { rows: 2 * FRAGMENT, columns: WARP_TILE };
-const _: () = assert!(ITEMS / WARP * STORE.warp_bytes() <= STAGES * STAGE_BYTES);
+/// The sizes of what a group and its warps compute.
+#[derive(Debug, Clone, Copy)]
+struct WarpTiles {
+    /// Rows and columns of a group's tile; a warp has half as many of each.
+    side: u32,
+}
+
+/// What most products are computed by, and small ones.
+const LARGE: WarpTiles = WarpTiles { side: 128 };
+const SMALL: WarpTiles = WarpTiles { side: 64 };
+
+impl WarpTiles {
+    fn of(product: &Product<'_>) -> WarpTiles {
+        let (m, n) = sizes(product.kernel);
+        let tiles = |size: usize| size.div_ceil(LARGE.side as usize);
+        if tiles(m) * tiles(n) * batches(product.kernel) < GROUPS_MIN { SMALL } else { LARGE }
+    }
+
+    const fn copy(self) -> CopyShape {
+        CopyShape { items: ITEMS, along: self.side, depth_bytes: DEPTH_BYTES, is_blocked: false }
+    }
+
+    const fn warp_side(self) -> u32 {
+        self.side / 2
+    }
+
+    /// Fragments of 16 by 16 that a warp has in each direction.
+    const fn fragments(self) -> u32 {
+        self.warp_side() / FRAGMENT
+    }
+
+    const fn tile_bytes(self) -> u32 {
+        self.side * DEPTH_BYTES
+    }
+
+    const fn stage_bytes(self) -> u32 {
+        2 * self.tile_bytes()
+    }
+
+    /// Rows that are stored at once: more do not fit where the tiles were.
+    const fn store(self) -> StoreShape {
+        StoreShape { rows: 2 * FRAGMENT, columns: self.warp_side() }
+    }
+
+    const fn has_room(self) -> bool {
+        ITEMS / WARP * self.store().warp_bytes() <= STAGES * self.stage_bytes()
+    }
+}
+
+const _: () = assert!(LARGE.has_room() && SMALL.has_room());
 
 pub(super) fn build(mut product: Product<'_>, element: MatrixElement) -> Built<LoweredKernel> {
+    let sizes = WarpTiles::of(&product);
     let windows = product.windows()?;
     product.epilogue.begin()?;
-    let (tile, groups) = product.position(TILE, TILE)?;
+    let (tile, groups) = product.position(sizes.side, sizes.side)?;
     let b = product.epilogue.builder();
     let (warp, _) = warp_and_lane(b)?;
-    let (row, column) = Indices::default().divide(b, warp, TILE / WARP_TILE)?;
-    let (row, column) = (scaled(b, row, WARP_TILE)?, scaled(b, column, WARP_TILE)?);
-    let shared = b.shared(STAGES * STAGE_BYTES)?;
+    let (row, column) = Indices::default().divide(b, warp, 2)?;
+    let (row, column) = (scaled(b, row, sizes.warp_side())?, scaled(b, column, sizes.warp_side())?);
+    let shared = b.shared(STAGES * sizes.stage_bytes())?;
     let (mut copies, mut fragments) = (Vec::new(), Vec::new());
     let sides = [(tile.row, row, Side::Left), (tile.column, column, Side::Right)];
     for ((operand, window), (first, within, side)) in product.operands.iter().zip(windows).zip(sides) {
-        copies.push(Copies::new(b, operand, COPY, (window, tile.batch, first))?);
+        copies.push(Copies::new(b, operand, sizes.copy(), (window, tile.batch, first))?);
         let lies = (side, operand.is_by_depth);
-        fragments.push(Fragments::new(b, COPY.tile(operand), lies, within, (FRAGMENTS, STEPS))?);
+        let count = (sizes.fragments(), STEPS);
+        fragments.push(Fragments::new(b, sizes.copy().tile(operand), lies, within, count)?);
     }
     let operand = &product.operands[0];
-    let tiles = small(operand.depth.div_ceil(COPY.depth(operand) as usize));
-    let depth = COPY.depth(operand);
-    let pipeline = Pipeline { element, shared, copies, fragments, depth };
+    let tiles = small(operand.depth.div_ceil(sizes.copy().depth(operand) as usize));
+    let depth = sizes.copy().depth(operand);
+    let pipeline = Pipeline { element, sizes, shared, copies, fragments, depth };
     let sums = pipeline.run(b, tiles)?;
-    let per_pass = (STORE.rows / FRAGMENT * WARP_TILE / 8) as usize;
+    let store = sizes.store();
+    let per_pass = (store.rows / FRAGMENT * store.columns / 8) as usize;
     for (pass, sums) in (0..).zip(sums.chunks(per_pass)) {
         let b = product.epilogue.builder();
-        let shift = b.i32(pass * STORE.rows.cast_signed())?;
+        let shift = b.i32(pass * store.rows.cast_signed())?;
         let row = b.binary(B::I32Add, row, shift)?;
-        product.store_rows(STORE, &tile, shared, (row, column), sums)?;
+        product.store_rows(store, &tile, shared, (row, column), sums)?;
     }
     product.epilogue.finish(groups)
 }
@@ -70,6 +115,7 @@ pub(super) fn build(mut product: Product<'_>, element: MatrixElement) -> Built<L
 /// Tiles on their way to shared memory, and products of those that are there.
 struct Pipeline {
     element: MatrixElement,
+    sizes: WarpTiles,
     shared: Value,
     /// Of the left operand and of the right one.
     copies: Vec<Copies>,
@@ -82,7 +128,7 @@ impl Pipeline {
     /// Multiplies all tiles. The sums of each 16 by 8 elements, row by row.
     fn run(&self, b: &mut KernelBuilder, tiles: u32) -> Built<Vec<[Value; 4]>> {
         let zero = b.f32(0.0)?;
-        let count = FRAGMENTS * 2 * FRAGMENTS;
+        let count = self.sizes.fragments() * 2 * self.sizes.fragments();
         let sums: Vec<[Variable; 4]> = (0..count).map(|_| four(b, zero)).collect::<Built<_>>()?;
         let start = b.i32(0)?;
         // Where the next tile goes, and where the one that is multiplied is; how far the copies have come.
@@ -113,9 +159,9 @@ impl Pipeline {
 
     /// Begins to copy the next tile of both operands.
     fn copy(&self, b: &mut KernelBuilder, write: Variable, depth: Variable) -> Built<()> {
-        let stage = next_stage(b, self.shared, write, STAGE_BYTES, STAGES)?;
+        let stage = next_stage(b, self.shared, write, self.sizes.stage_bytes(), STAGES)?;
         let before = b.get(depth)?;
-        for (copies, shift) in self.copies.iter().zip([0, TILE_BYTES]) {
+        for (copies, shift) in self.copies.iter().zip([0, self.sizes.tile_bytes()]) {
             let shift = b.i32(shift.cast_signed())?;
             let tile = b.binary(B::I32Add, stage, shift)?;
             copies.copy(b, tile, before)?;
@@ -128,17 +174,17 @@ impl Pipeline {
 
     /// Adds the products of a stage.
     fn multiply(&self, b: &mut KernelBuilder, sums: &[[Variable; 4]], read: Variable) -> Built<()> {
-        let left = next_stage(b, self.shared, read, STAGE_BYTES, STAGES)?;
-        let shift = b.i32(TILE_BYTES.cast_signed())?;
+        let left = next_stage(b, self.shared, read, self.sizes.stage_bytes(), STAGES)?;
+        let shift = b.i32(self.sizes.tile_bytes().cast_signed())?;
         let right = b.binary(B::I32Add, left, shift)?;
         for step in 0..STEPS {
             let mut columns = Vec::new();
-            for n in 0..FRAGMENTS {
+            for n in 0..self.sizes.fragments() {
                 let words = self.fragments[1].load(b, right, n, step)?;
                 let [a, c, d, e] = self.rounded(b, words)?;
                 columns.extend([[a, c], [d, e]]);
             }
-            for row in 0..FRAGMENTS {
+            for row in 0..self.sizes.fragments() {
                 let rows = self.fragments[0].load(b, left, row, step)?;
                 let rows = self.rounded(b, rows)?;
                 for (column, right) in columns.iter().enumerate() {
