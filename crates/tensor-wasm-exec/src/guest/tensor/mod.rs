@@ -1,7 +1,7 @@
-//! Tensors, as guests see them: `component.rs` is the interface, `plan.rs` how what they ask for is computed, `turns.rs`
-//! whose turn it is, `error.rs` what they are told. Here is what an instance has of them. Operations only record nodes,
-//! on the serving thread; whatever computes or reads much goes elsewhere. All of it belongs to the instance: another
-//! cannot name its tensors, and everything goes back with it, the plan that it was computing among it.
+//! Tensors, as guests see them: `component.rs` is the interface, `plan.rs` how what they ask for is computed,
+//! `turns.rs` whose turn it is, `error.rs` what they are told. Here is what an instance has of them. Operations only
+//! record nodes, on the serving thread; whatever computes or reads much goes elsewhere. All of it belongs to the
+//! instance: another cannot name its tensors, and everything goes back with it, a plan that is being computed too.
 //!
 //! A function that was deployed with `--gpu` computes on the server's device if that is a GPU, as a part of what its
 //! tenant has there. Everybody else computes on the CPU, which needs no permission.
