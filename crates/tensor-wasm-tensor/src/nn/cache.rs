@@ -71,6 +71,14 @@ impl KvCache {
     #[track_caller]
     pub fn place(&self, table: &Tensor) -> Tensor {
         let rows = table.shape().first().copied().unwrap_or(0);
+        if rows < self.capacity {
+            let what = format!("a row for each of {} places, which", self.capacity);
+            let what = ErrorKind::WrongShape { found: table.shape().to_vec(), expected: what };
+            return table
+                .check()
+                .err()
+                .map_or_else(|| Tensor::failed("place", what, Location::caller()), Tensor::holding);
+        }
         let places = Tensor::arange(0, i64::try_from(rows).unwrap_or(i64::MAX), 1, DType::I64);
         let is_now = places.unsqueeze(1).eq(&self.position);
         is_now.where_(table, 0.0).sum(0)
