@@ -243,8 +243,8 @@ impl Node {
         self.is_asked
     }
 
-    /// What its elements are in, if nobody can reach them but through the one reference that the caller has, and if they
-    /// may be overwritten. Nobody can reach them later either, as long as the caller gives nobody that reference.
+    /// What its elements are in, if nobody can reach them but through the one reference that the caller has, and if
+    /// they may be overwritten. Nobody can reach them later either, as long as the caller gives nobody that reference.
     pub(crate) fn sole_storage(node: &Arc<Node>) -> Option<Arc<Storage>> {
         // The caller's, and this function's.
         const REFERENCES: usize = 2;

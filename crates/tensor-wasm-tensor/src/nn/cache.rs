@@ -31,7 +31,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// An empty one for so many layers; `sizes` are those of a layer's keys: batch, heads, tokens, and the size of a head.
+    /// An empty one for so many layers; `sizes` are those of a layer's keys: batch, heads, tokens, size of a head.
     pub fn new(layers: usize, sizes: &[usize; 4], dtype: DType) -> KvCache {
         let layer = |_| [0, 1].map(|_| Tensor::zeros(sizes, dtype));
         let cache = KvCache {
@@ -66,8 +66,8 @@ impl KvCache {
         &self.position
     }
 
-    /// This token's row of a table that has one for each place. A sum over all rows of which one counts: nothing has to be
-    /// looked at to know that there is such a row.
+    /// This token's row of a table that has one for each place. A sum over all rows of which one counts: nothing has to
+    /// be looked at to know that there is such a row.
     #[track_caller]
     pub fn place(&self, table: &Tensor) -> Tensor {
         let rows = table.shape().first().copied().unwrap_or(0);
