@@ -159,8 +159,7 @@ impl Transformer {
 
     /// What may come after a letter and those in the cache: letter `[1, 1]` to `[1, 1, letters]`.
     pub(crate) fn next(&self, letter: &Tensor, cache: &mut KvCache) -> tensor_wasm_tensor::Result<Tensor> {
-        let place = self.places.forward(&cache.position().reshape(&[1, 1]));
-        let start = self.letters.forward(letter) + place;
+        let start = self.letters.forward(letter) + cache.place(&self.places.weight.get());
         let end = self.blocks.iter().enumerate().fold(start, |x, (n, block)| {
             block.with_attention(&x, |[queries, keys, values]| cache.attend(n, queries, keys, values))
         });

@@ -31,7 +31,7 @@ pub(crate) struct History {
     /// Seconds of all runs so far, as far as they were measured.
     spent: f64,
     /// The buffers of the last run's leaves: those that come again stay where they were copied to.
-    leaves: Vec<usize>,
+    leaves: Vec<u64>,
 }
 
 /// What a plan should take on each processor, in seconds, and what copying what it reads takes before.
@@ -66,7 +66,7 @@ impl History {
 
     /// Over how many runs the copy of a leaf is spread. One that was there the last time will be there again, as often
     /// as it has been so far; so will one that another plan makes, which goes where it is used.
-    pub(crate) fn spread(&self, leaf: usize, is_computed: bool) -> f64 {
+    pub(crate) fn spread(&self, leaf: u64, is_computed: bool) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "an estimate")]
         let runs = (self.cpu.runs + self.gpu.runs) as f64;
         if is_computed || self.leaves.contains(&leaf) { 1.0 + runs } else { 1.0 }
@@ -105,7 +105,7 @@ impl History {
     }
 
     /// A run is over, or was sent.
-    pub(crate) fn ran(&mut self, on: Processor, leaves: Vec<usize>, seconds: Option<f64>) {
+    pub(crate) fn ran(&mut self, on: Processor, leaves: Vec<u64>, seconds: Option<f64>) {
         self.last = Some(on);
         self.leaves = leaves;
         let known = self.of(on);

@@ -79,9 +79,8 @@ fn work(compiled: &CompiledPlan) -> &Work {
     compiled.work.get_or_init(|| Work::of(&explained_kernels(&compiled.plan)))
 }
 
-/// Names a leaf's elements as long as they are there.
-fn name_of(leaf: &Value) -> usize {
-    Arc::as_ptr(&leaf.storage).addr()
+fn name_of(leaf: &Value) -> u64 {
+    leaf.storage.id()
 }
 
 /// What a plan takes, with copies of what it reads.

@@ -546,8 +546,9 @@ fn attention_as_one_kernel_is_as_composed() {
     assert!(q.attention(&q, &q, false).explain().unwrap().kernels.len() > 1, "not in single precision");
 }
 
-/// Tokens of a small model, each the place of the largest of what it makes of the last; on whatever device there is.
-fn tokens() -> Vec<i64> {
+/// Tokens of a small model, each the place of the largest of what it makes of the last, and what they see; on whatever
+/// device there is.
+fn tokens() -> (Vec<i64>, Vec<f32>) {
     let table = Tensor::normal(&[7, 8], 1, DType::F32);
     let places = Tensor::normal(&[6, 8], 2, DType::F32);
     Tensor::realize_all(&[&table, &places]).unwrap();
@@ -559,17 +560,19 @@ fn tokens() -> Vec<i64> {
         let seen = cache.attend(0, &x, &(&x * 0.5), &x.tanh()).reshape(&[1, 8]);
         let token = seen.matmul(&table.t()).argmax(-1);
         row = table.embedding(&token).reshape(&[1, 1, 8]);
-        cache.advance(&[&token, &row]).unwrap();
-        made.push(token);
+        cache.advance(&[&token, &row, &seen]).unwrap();
+        made.push((token, seen));
     }
-    made.iter().map(|token| token.item::<i64>().unwrap()).collect()
+    let tokens = made.iter().map(|(token, _)| token.item::<i64>().unwrap()).collect();
+    (tokens, made.iter().flat_map(|(_, seen)| seen.to_vec::<f32>().unwrap()).collect())
 }
 
 #[test]
 fn tokens_are_made_one_by_one_as_on_a_cpu() {
-    let expected = tokens();
-    assert!(expected.iter().any(|token| *token != expected[0]), "{expected:?}");
-    assert_eq!(with_device(&DEVICE, tokens), expected);
+    let (expected, seen_there) = tokens();
+    let (found, seen) = with_device(&DEVICE, tokens);
+    assert_eq!(found, expected);
+    assert!(seen.iter().zip(&seen_there).all(|(a, b)| (a - b).abs() < 1e-5), "{seen:?} and {seen_there:?}");
 }
 
 #[test]

@@ -67,7 +67,7 @@ pub(crate) struct Value {
 }
 
 /// Elements, in the memory of one device or of several: they never change, so a copy stays what it is.
-#[derive(Default)]
+#[cfg_attr(not(feature = "cuda"), derive(Default))]
 pub(crate) struct Storage {
     cpu: OnceLock<CpuBuffer>,
     #[cfg(feature = "cuda")]
@@ -75,6 +75,18 @@ pub(crate) struct Storage {
     /// Whether a plan made them, and not somebody who has them on that device.
     #[cfg(feature = "cuda")]
     is_computed: bool,
+    /// No other has it, not even one that is made where this one was.
+    #[cfg(feature = "cuda")]
+    id: u64,
+}
+
+#[cfg(feature = "cuda")]
+impl Default for Storage {
+    fn default() -> Storage {
+        static STORAGES: AtomicU64 = AtomicU64::new(0);
+        let id = STORAGES.fetch_add(1, Ordering::Relaxed);
+        Storage { cpu: OnceLock::new(), cuda: Mutex::default(), is_computed: false, id }
+    }
 }
 
 impl Storage {
@@ -122,6 +134,10 @@ impl Storage {
 impl Storage {
     pub(crate) fn of_cuda(buffer: Arc<CudaBuffer>) -> Storage {
         Storage { cuda: Mutex::new(Some(buffer)), ..Storage::default() }
+    }
+
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 
     pub(crate) fn is_computed(&self) -> bool {
@@ -236,8 +252,8 @@ impl Node {
         self.is_asked
     }
 
-    /// What its elements are in, if nobody can reach them but through the one reference that the caller has, and if they
-    /// may be overwritten. Nobody can reach them later either, as long as the caller gives nobody that reference.
+    /// What its elements are in, if nobody can reach them but through the one reference that the caller has, and if
+    /// they may be overwritten. Nobody can reach them later either, as long as the caller gives nobody that reference.
     pub(crate) fn sole_storage(node: &Arc<Node>) -> Option<Arc<Storage>> {
         // The caller's, and this function's.
         const REFERENCES: usize = 2;

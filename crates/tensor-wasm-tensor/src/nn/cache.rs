@@ -31,7 +31,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// An empty one for so many layers; `sizes` are those of a layer's keys: batch, heads, tokens, and the size of a head.
+    /// An empty one for so many layers; `sizes` are those of a layer's keys: batch, heads, tokens, size of a head.
     pub fn new(layers: usize, sizes: &[usize; 4], dtype: DType) -> KvCache {
         let layer = |_| [0, 1].map(|_| Tensor::zeros(sizes, dtype));
         let cache = KvCache {
@@ -66,11 +66,19 @@ impl KvCache {
         &self.position
     }
 
-    /// This token's row of a table that has one for each place. A sum over all rows of which one counts: nothing has to be
-    /// looked at to know that there is such a row.
+    /// This token's row of a table that has one for each place. A sum over all rows of which one counts: nothing has to
+    /// be looked at to know that there is such a row.
     #[track_caller]
     pub fn place(&self, table: &Tensor) -> Tensor {
         let rows = table.shape().first().copied().unwrap_or(0);
+        if rows < self.capacity {
+            let what = format!("a row for each of {} places, which", self.capacity);
+            let what = ErrorKind::WrongShape { found: table.shape().to_vec(), expected: what };
+            return table
+                .check()
+                .err()
+                .map_or_else(|| Tensor::failed("place", what, Location::caller()), Tensor::holding);
+        }
         let places = Tensor::arange(0, i64::try_from(rows).unwrap_or(i64::MAX), 1, DType::I64);
         let is_now = places.unsqueeze(1).eq(&self.position);
         is_now.where_(table, 0.0).sum(0)

@@ -46,8 +46,8 @@ pub struct ExplainedKernel {
     pub in_place: usize,
     /// By what it is computed, where there is a choice.
     pub by: Option<String>,
-    /// Launches on a GPU, each as groups and items of a kernel, or as whose it is; there are none where the product that
-    /// comes before or after does it.
+    /// Launches on a GPU, each as groups and items of a kernel, or as whose it is; there are none where the product
+    /// that comes before or after does it.
     pub launches: Option<Vec<String>>,
 }
 

@@ -71,8 +71,8 @@ pub(crate) struct MapKernel {
     pub values: Vec<MapValue>,
     /// Which values go to which slots.
     pub stores: Vec<(usize, usize)>,
-    /// For each store the load whose buffer it takes over, a slot's or a leaf's that was given up: nobody reads that after
-    /// this kernel, and this one reads each element before it writes the one in its place.
+    /// For each store the load whose buffer it takes over, a slot's or a leaf's that was given up: nobody reads that
+    /// after this kernel, and this one reads each element before it writes the one in its place.
     pub in_place: Vec<Option<usize>>,
     /// The node whose computing may fail, or else the last, counted as the graph's nodes are.
     pub node: usize,

@@ -74,8 +74,8 @@ impl Hasher for IdHasher {
 type Found = (Arc<Node>, Op, Vec<u64>, Option<Value>);
 
 impl Snapshot {
-    /// Of nodes, to be computed in a mode, which is part of the key. Elements that are in `given_up` nobody wants to see
-    /// again.
+    /// Of nodes, to be computed in a mode, which is part of the key. Elements that are in `given_up` nobody wants to
+    /// see again.
     pub(super) fn take(asked: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Snapshot, TensorError> {
         let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
         let missing: Vec<u64> = left.iter().map(|node| node.id).collect();

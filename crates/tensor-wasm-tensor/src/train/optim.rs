@@ -57,8 +57,8 @@ impl Memory {
     /// One step: `update` makes the new value and what is remembered from the old value, its gradient, and what was
     /// remembered.
     ///
-    /// What is new takes the place of what is old where nobody else holds that: at ten million parameters a step is bound
-    /// by memory, and memory that was just read is in a cache when it is written.
+    /// What is new takes the place of what is old where nobody else holds that: at ten million parameters a step is
+    /// bound by memory, and memory that was just read is in a cache when it is written.
     #[track_caller]
     fn step(&mut self, update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> (Tensor, Vec<Tensor>)) -> Result<()> {
         if self.variables.is_empty() {
@@ -447,13 +447,13 @@ mod tests {
         let same = |tensor: &Tensor| {
             // The elements, without computing it where that is what it is about.
             let value = variable.get().to_f64().unwrap();
-            match tensor.requires_grad() && tensor.numel() == 1 {
-                true => vec![value.iter().map(|x| x * x).sum()],
-                false if tensor.node.state.lock().value.is_none() && tensor.numel() == value.len() => {
-                    let is_sum = !tensor.requires_grad();
-                    value.iter().map(|x| if is_sum { x * 2.0 + 1.0 } else { *x }).collect()
-                }
-                false => tensor.to_f64().unwrap(),
+            if tensor.requires_grad() && tensor.numel() == 1 {
+                vec![value.iter().map(|x| x * x).sum()]
+            } else if tensor.node.state.lock().value.is_none() && tensor.numel() == value.len() {
+                let is_sum = !tensor.requires_grad();
+                value.iter().map(|x| if is_sum { x * 2.0 + 1.0 } else { *x }).collect()
+            } else {
+                tensor.to_f64().unwrap()
             }
         };
         tensors.into_iter().map(|tensor| (tensor.clone(), same(&tensor))).collect()
