@@ -184,6 +184,11 @@ impl Account {
         self.limits
     }
 
+    /// Lets go of the plans that are kept for it, and of what they keep on GPUs.
+    pub fn forget_plans(&self) {
+        self.plans.clear();
+    }
+
     pub fn used_bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }

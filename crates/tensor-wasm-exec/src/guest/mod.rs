@@ -3,8 +3,8 @@
 //! `running.rs` is the call a guest runs for, `state.rs` what its store holds, `budget.rs` the memory it may take,
 //! `hostcall.rs` what it may hand the host at once, `stdio.rs` where its output goes, `value.rs` the JSON its exports
 //! are called with. The siblings `core.rs`, `component.rs`, `command.rs` and `http.rs` each call one kind of guest,
-//! `supervise.rs` drives any of them under a deadline, `gpu/` is what they may ask of the device, and `tensor/` tensors. Nothing
-//! here knows tenants' queues or routes.
+//! `supervise.rs` drives any of them under a deadline, `gpu/` is what they may ask of the device, `tensor/` tensors.
+//! Nothing here knows tenants' queues or routes.
 
 pub(crate) mod budget;
 pub(crate) mod command;

@@ -45,6 +45,12 @@ impl PlanCache {
         PlanCache(Mutex::new(Vec::new()))
     }
 
+    pub(crate) fn clear(&self) {
+        // Dropped without the lock: what is kept on GPUs goes back.
+        let kept = std::mem::take(&mut *self.0.lock());
+        drop(kept);
+    }
+
     fn has(&self, key: &[u64]) -> bool {
         self.0.lock().iter().any(|(known, _)| **known == *key)
     }

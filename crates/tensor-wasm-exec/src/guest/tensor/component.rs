@@ -22,7 +22,7 @@ pub(crate) const PACKAGE: &str = "tensor-wasm:tensor/";
 const READ_BYTES_MAX: u64 = 16 << 20;
 
 /// What is copied on the serving thread: it takes some ten microseconds.
-const READ_AT_ONCE_BYTES_MAX: u64 = 256 << 10;
+const COPIED_AT_ONCE_BYTES_MAX: u64 = 256 << 10;
 
 /// Expressions up to this are read on the serving thread: some hundred operations.
 const EVALUATED_AT_ONCE_BYTES_MAX: usize = 2 << 10;
@@ -156,6 +156,15 @@ impl State {
         self.give_tensor(made, place)
     }
 
+    /// The same of something that takes too long for a serving thread.
+    async fn make_elsewhere(
+        &mut self,
+        make: impl FnOnce() -> Result<Tensor, TensorFailure> + Send + 'static,
+    ) -> Result<Resource<HeldTensor>, TensorFailure> {
+        let made = self.plan().await?.run(move || Ok(make())).await??;
+        self.make(|| Ok(made)).await
+    }
+
     /// Hands several to the guest, or none.
     async fn give_all(&mut self, tensors: Vec<Tensor>) -> Result<Vec<Resource<HeldTensor>>, TensorFailure> {
         let mut given = Vec::with_capacity(tensors.len());
@@ -205,11 +214,7 @@ impl State {
                 TensorFailure::invalid(if is_short { error.to_string() } else { why() })
             })
         };
-        if is_short {
-            return self.make(evaluate).await;
-        }
-        let evaluated = self.plan().await?.run(move || Ok(evaluate())).await??;
-        self.make(|| Ok(evaluated)).await
+        if is_short { self.make(evaluate).await } else { self.make_elsewhere(evaluate).await }
     }
 
     async fn read_bytes(
@@ -229,7 +234,7 @@ impl State {
         // Both fit: they are inside of something that is in memory, or will be.
         let part = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
         let range = part(offset)..part(offset + bytes);
-        if bytes <= READ_AT_ONCE_BYTES_MAX
+        if bytes <= COPIED_AT_ONCE_BYTES_MAX
             && let Some(found) = held.try_bytes(range.clone())
         {
             return Ok(found);
@@ -380,8 +385,9 @@ impl tensors::Host for State {
 
 impl tensors::HostTensor for State {
     async fn from_bytes(&mut self, data: Vec<u8>, shape: Vec<u64>, dtype: Dtype) -> HostResult<Resource<HeldTensor>> {
-        let make = || Ok(Tensor::from_bytes(&data, &sizes_of(&shape)?, dtype_of(dtype)));
-        answered(self.make(make).await)
+        let is_small = data.len() as u64 <= COPIED_AT_ONCE_BYTES_MAX;
+        let copy = move || Ok(Tensor::from_bytes(&data, &sizes_of(&shape)?, dtype_of(dtype)));
+        answered(if is_small { self.make(copy).await } else { self.make_elsewhere(copy).await })
     }
 
     async fn shape(&mut self, tensor: Resource<HeldTensor>) -> wasmtime::Result<Vec<u64>> {

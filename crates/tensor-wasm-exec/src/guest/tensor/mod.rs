@@ -1,7 +1,7 @@
-//! Tensors, as guests see them: `component.rs` is the interface, `plan.rs` how what they ask for is computed, `turns.rs`
-//! whose turn it is, `error.rs` what they are told. Here is what an instance has of them. Operations only record nodes,
-//! on the serving thread; whatever computes or reads much goes elsewhere. All of it belongs to the instance: another
-//! cannot name its tensors, and everything goes back with it, the plan that it was computing among it.
+//! Tensors, as guests see them: `component.rs` is the interface, `plan.rs` how what they ask for is computed,
+//! `turns.rs` whose turn it is, `error.rs` what they are told. Here is what an instance has of them. Operations only
+//! record nodes, on the serving thread; whatever computes or reads much goes elsewhere. All of it belongs to the
+//! instance: another cannot name its tensors, and everything goes back with it, a plan that is being computed too.
 //!
 //! A function that was deployed with `--gpu` computes on the server's device if that is a GPU, as a part of what its
 //! tenant has there. Everybody else computes on the CPU, which needs no permission.
@@ -84,6 +84,19 @@ fn instance_limits(limits: &Limits) -> AccountLimits {
     }
 }
 
+/// What a tenant's tensors have of a GPU, for as long as the tenant is there.
+struct TenantDevice {
+    device: CudaDevice,
+    account: Arc<Account>,
+}
+
+impl Drop for TenantDevice {
+    /// Plans that are kept hold on to the device, and so to the tenant.
+    fn drop(&mut self) {
+        self.account.forget_plans();
+    }
+}
+
 impl State {
     /// What the instance has of tensors, from its first use of them on. Waits for a device that is being opened, if the
     /// function may use it.
@@ -109,11 +122,13 @@ impl State {
         }
         let stream = self.stream().await.map_err(|error| TensorFailure::denied(error.to_string()))?;
         let bytes_max = call.account.limits.gpu_memory_bytes_max;
-        let tenant = stream.kernels.tenant.clone();
         // One for all instances of a tenant: kernels of a plan are loaded once, and its memory is the tenant's.
-        let device = stream.kernels.companion(|| CudaDevice::of_tenant(tenant, bytes_max));
-        let device = device.ok_or_else(|| TensorFailure::denied("the tenant's device has another companion"))?;
-        Ok(Device::Cuda(CudaDevice::clone(&device)))
+        let companion = stream.kernels.companion(|| TenantDevice {
+            device: CudaDevice::of_tenant(stream.kernels.tenant.clone(), bytes_max),
+            account: call.account.tensors.clone(),
+        });
+        let companion = companion.ok_or_else(|| TensorFailure::denied("the tenant's device has another companion"))?;
+        Ok(Device::Cuda(companion.device.clone()))
     }
 
     /// What a plan of this instance runs for, and with.

@@ -246,13 +246,13 @@ mod tests {
     fn a_place_goes_to_who_has_had_the_least() {
         let turns = Turns::new(1);
         let (a, b) = (name("a"), name("b"));
-        let first = once(&mut Box::pin(turns.take(&a, 1))).unwrap();
+        let mut first = once(&mut Box::pin(turns.take(&a, 1))).unwrap();
         let mut more: Vec<_> = (0..5).map(|_| Box::pin(turns.take(&a, 1))).collect();
         more.iter_mut().for_each(|waiting| assert!(once(waiting).is_none()));
         let mut other = Box::pin(turns.take(&b, 1));
         assert!(once(&mut other).is_none());
         assert_eq!(turns.depth(), (1, 6));
-        std::thread::sleep(Duration::from_millis(2));
+        first.began -= Duration::from_millis(2);
         drop(first);
         // b came last, and a has had something.
         let other = once(&mut other).unwrap();
@@ -295,7 +295,7 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(long.let_others(runtime.handle()), None, "it has not lasted for long");
-        std::thread::sleep(QUANTUM);
+        long.began -= QUANTUM;
         assert!(long.let_others(runtime.handle()).is_some_and(|used| used >= QUANTUM));
         runtime.block_on(waiting).unwrap();
         assert_eq!(turns.depth(), (1, 0));
