@@ -6,6 +6,7 @@
 
 mod cold;
 mod concurrent;
+mod decode;
 mod invoke;
 mod kernels;
 mod peers;
@@ -13,7 +14,9 @@ mod report;
 mod run;
 mod serve;
 mod tensors;
+mod tensors_auto;
 mod tensors_cuda;
+mod tensors_latency;
 
 use clap::Parser;
 
@@ -62,6 +65,12 @@ enum Comparison {
         /// Print the microseconds of one row of ours, and nothing else.
         #[arg(long, value_name = "ROW")]
         raw: Option<String>,
+        /// Only the device `auto`: print its grid, and how often it took the better device.
+        #[arg(long)]
+        auto: bool,
+        /// Only where the time goes between a call and its result on the host.
+        #[arg(long)]
+        latency: bool,
     },
 }
 
@@ -75,6 +84,8 @@ fn main() -> anyhow::Result<()> {
         Comparison::Guest => kernels::guest(),
         Comparison::Concurrent => concurrent::compare(),
         Comparison::Tensors { rounds, only } => tensors::compare(rounds, only.as_deref()),
-        Comparison::TensorsCuda { rounds, raw } => tensors_cuda::compare(rounds, raw.as_deref()),
+        Comparison::TensorsCuda { auto: true, .. } => tensors_auto::print(),
+        Comparison::TensorsCuda { latency: true, .. } => tensors_latency::print(),
+        Comparison::TensorsCuda { rounds, raw, .. } => tensors_cuda::compare(rounds, raw.as_deref()),
     }
 }

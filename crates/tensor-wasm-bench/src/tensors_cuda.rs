@@ -10,8 +10,10 @@ use tensor_wasm_tensor::{
     Adam, CudaDevice, DType, Device, Optimizer, Sgd, Tensor, Variable, set_device, set_tf32, with_device,
 };
 
+use crate::decode::Decoder;
 use crate::report::{Goal, Report, root};
 use crate::tensors::{Peer, SLICE, middle};
+use crate::tensors_auto;
 
 /// Sent before anybody waits.
 const BATCH: usize = 40;
@@ -82,6 +84,8 @@ fn ours(device: &Device) -> anyhow::Result<Vec<Row>> {
     });
     rows.push(Row { name: "adam/10M", run: step, batch: BATCH });
     rows.push(Row { name: "mlp_step", run: mlp_step(random(&[64, 784], 15, f32)?)?, batch: BATCH });
+    let mut decoder = Decoder::new()?;
+    rows.push(Row { name: "decode/4x512", run: Box::new(move || decoder.step()), batch: BATCH });
     Ok(rows)
 }
 
@@ -89,8 +93,8 @@ fn mlp_step(images: Tensor) -> anyhow::Result<Run> {
     let model =
         Sequential::new().then(Linear::new(784, 128, 1)).then(function(|x| x.relu())).then(Linear::new(128, 10, 2));
     let mut optimizer = Sgd::with_momentum(&model.parameters(), 0.01, 0.9, false);
-    let labels = (Tensor::uniform(&[64], 16, DType::F32) * 10.0).cast(DType::I64);
-    labels.realize()?;
+    // From the host, as those of a file are.
+    let labels = Tensor::from_vec((0..64_i64).map(|n| n * 7 % 10).collect::<Vec<_>>(), &[64]);
     Ok(Box::new(move || {
         model.forward(&images).cross_entropy(&labels).backward()?;
         optimizer.step()
@@ -188,6 +192,8 @@ pub(crate) fn compare(rounds: usize, raw: Option<&str>) -> anyhow::Result<()> {
         }
     }
     let mut report = Report::new("h200/tensors").on(cuda.name());
+    let what = "of the decisions of the device auto are within a tenth of the better device's time";
+    report.bound("tensors_cuda/auto", what, tensors_auto::share(cuda)?, "share", Goal::AtLeast(0.95));
     let us = "us";
     for (name, bound) in [
         ("add/4096", 52.0),
@@ -218,6 +224,9 @@ pub(crate) fn compare(rounds: usize, raw: Option<&str>) -> anyhow::Result<()> {
         let what = "a product, against the same by PyTorch, which calls cuBLAS";
         report.ratio(&format!("tensors_cuda/{name}"), what, own, (peer, "cuBLAS"), us, Goal::AtMost(1.03));
     }
+    let (own, compiled) = (times.get("decode/4x512")?, times.get("torch decode/4x512@compile")?);
+    let what = "a token of a transformer of four layers, 512 wide, with a cache of 512";
+    report.ratio("tensors_cuda/decode/4x512", what, own, (compiled, "torch.compile"), us, Goal::AtMost(0.5));
     let product = times.get("matmul/4096/bf16")?;
     let (own, cublas) = (without_library()?, times.get("torch matmul/4096/bf16")?);
     let what = "products a second by our own kernel, against cuBLAS";

@@ -14,6 +14,9 @@ pub const OPS_MAX: usize = 100_000;
 /// Shared memory a group may have: what every supported device gives without being asked for more.
 pub const SHARED_BYTES_MAX: u32 = 48 << 10;
 
+/// The most that a device gives to one that asks for more: 227 KiB on a Hopper.
+pub(crate) const GPU_SHARED_BYTES_MAX: u32 = 227 << 10;
+
 /// Barriers of one kernel, each counted wherever it is inlined: a CPU has to find its way back to every one of them.
 pub(crate) const BARRIERS_MAX: usize = 1_000;
 
@@ -149,11 +152,11 @@ impl Assembler {
         self.binary(Bin::F64Div, one, root, site)
     }
 
-    /// Takes so many bytes of the group's shared memory. None if there is not so much.
-    pub(crate) fn shared(&mut self, bytes: u64, site: Site) -> Option<Reg> {
+    /// Takes so many bytes of the group's shared memory. None if there would be more than the most.
+    pub(crate) fn shared(&mut self, bytes: u64, bytes_max: u32, site: Site) -> Option<Reg> {
         let from = self.shared_bytes.next_multiple_of(16);
         let end = u32::try_from(bytes).ok().and_then(|bytes| from.checked_add(bytes));
-        self.shared_bytes = end.filter(|end| *end <= SHARED_BYTES_MAX)?;
+        self.shared_bytes = end.filter(|end| *end <= bytes_max)?;
         let base = self.register(Ty::I32);
         let to = self.register(Ty::I32);
         self.push(Op::Shared { to: base });

@@ -29,10 +29,15 @@
 //! saxpy().unwrap();
 //! ```
 
+mod gpu;
+
+pub use self::gpu::Accumulators;
+
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::assemble::{Assembler, BARRIERS_MAX, BlockKind, Jump, OPS_MAX, SHARED_BYTES_MAX};
+use crate::gpu::Target;
 use crate::image::KernelImage;
 use crate::ir::{Access, Address, Body, Label, Math, Op, Reg, SUBGROUP, Site, TrapKind, Ty};
 pub use crate::ir::{Axis, Bin as BinaryOp, Id as IdKind, Rmw as AtomicOp, Un as UnaryOp};
@@ -148,6 +153,7 @@ pub struct KernelBuilder {
     scopes: u32,
     carried: usize,
     place: SourceLocation,
+    target: Target,
 }
 
 /// A kernel that was built, ready to be compiled for any device.
@@ -203,7 +209,14 @@ impl BuiltKernel {
 }
 
 impl KernelBuilder {
+    /// For every device.
     pub fn new(name: &str) -> KernelBuilder {
+        KernelBuilder::on(name, Target::default())
+    }
+
+    /// For a device that has at least so much. Whoever builds asks for it ([`KernelBuilder::target`]) before using what
+    /// not every device has.
+    pub fn on(name: &str, target: Target) -> KernelBuilder {
         let name: String = name.chars().take(NAME_CHARS_MAX).collect();
         let mut asm = Assembler::default();
         let label = asm.label();
@@ -220,7 +233,13 @@ impl KernelBuilder {
             blocks: vec![whole],
             scopes: 1,
             carried: 0,
+            target,
         }
+    }
+
+    /// What the device has that it is for.
+    pub fn target(&self) -> Target {
+        self.target
     }
 
     /// What follows is blamed on this, if it traps: whatever helps whoever reads it.
@@ -368,11 +387,15 @@ impl KernelBuilder {
 
     /// Memory that the work items of a group share, zero at first: the address of so many bytes of it.
     pub fn shared(&mut self, bytes: u32) -> Result<Value, BuildError> {
+        self.take_shared(bytes, SHARED_BYTES_MAX)
+    }
+
+    fn take_shared(&mut self, bytes: u32, bytes_max: u32) -> Result<Value, BuildError> {
         self.begin("shared memory")?;
         let site = self.site();
-        match self.asm.shared(u64::from(bytes), site) {
+        match self.asm.shared(u64::from(bytes), bytes_max, site) {
             Some(reg) => Ok(self.value(reg)),
-            None => Err(BuildError::Limit { what: "bytes of shared memory", max: SHARED_BYTES_MAX as usize }),
+            None => Err(BuildError::Limit { what: "bytes of shared memory", max: bytes_max as usize }),
         }
     }
 

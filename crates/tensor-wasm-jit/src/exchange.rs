@@ -11,8 +11,13 @@ const ITEMS_MAX: u32 = 1024;
 /// Bytes that each has in shared memory.
 const BYTES: u32 = 8;
 
-/// Replaces exchanges by stores and loads, with barriers between them.
+/// Replaces exchanges by stores and loads, with barriers between them. Refuses what only a GPU does.
 pub(crate) fn by_memory(mut body: Body) -> Result<Body, Refusal> {
+    let is_gpus = |op: &Op| matches!(op, Op::Gpu { .. });
+    if body.shared_bytes > SHARED_BYTES_MAX || body.ops.iter().any(is_gpus) {
+        let why = "it has instructions, or shared memory, that only a GPU has".to_owned();
+        return Err(Refusal::NotAKernel { name: body.name, why });
+    }
     let Some(site) = body.ops.iter().find_map(|op| if let Op::Shuffle { site, .. } = op { Some(*site) } else { None })
     else {
         return Ok(body);

@@ -166,18 +166,19 @@ impl Facts {
     fn round(&mut self, body: &Body) -> bool {
         let mut has_changed = false;
         for op in &body.ops {
-            let Some(to) = op.to() else { continue };
-            let at = to.0 as usize;
-            let origin = if body.stack_pointer == Some(to) {
-                Origin::from(AddressSource::Stack)
-            } else {
-                self.origins[at].join(self.origin(op))
-            };
-            let zeros = self.zeros[at].min(self.low_zeros(op));
-            let (nan, more) = (self.nans[at], self.nan(body, op));
-            let nan = Nan { raw: nan.raw | more.raw, computed: nan.computed | more.computed };
-            has_changed |= origin != self.origins[at] || zeros != self.zeros[at] || nan != self.nans[at];
-            (self.origins[at], self.zeros[at], self.nans[at]) = (origin, zeros, nan);
+            for to in op.assigned() {
+                let at = to.0 as usize;
+                let origin = if body.stack_pointer == Some(to) {
+                    Origin::from(AddressSource::Stack)
+                } else {
+                    self.origins[at].join(self.origin(op))
+                };
+                let zeros = self.zeros[at].min(self.low_zeros(op));
+                let (nan, more) = (self.nans[at], self.nan(body, op));
+                let nan = Nan { raw: nan.raw | more.raw, computed: nan.computed | more.computed };
+                has_changed |= origin != self.origins[at] || zeros != self.zeros[at] || nan != self.nans[at];
+                (self.origins[at], self.zeros[at], self.nans[at]) = (origin, zeros, nan);
+            }
         }
         has_changed
     }
@@ -228,6 +229,7 @@ impl Facts {
             | Op::Math { .. }
             | Op::Id { .. }
             | Op::Shuffle { .. }
+            | Op::Gpu { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
             | Op::Atomic { .. } => NUMBER,
@@ -261,6 +263,7 @@ impl Facts {
             | Op::Math { .. }
             | Op::Id { .. }
             | Op::Shuffle { .. }
+            | Op::Gpu { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
             | Op::Atomic { .. } => 0,
@@ -300,7 +303,7 @@ impl Facts {
                 | BinaryClass::Divide
                 | BinaryClass::DivideSigned => Nan::default(),
             },
-            Op::Math { .. } => computed,
+            Op::Math { .. } | Op::Gpu { .. } => computed,
             Op::Canonical { .. } => raw,
             Op::Load { to, .. } if body.ty(*to).is_float() => raw,
             Op::Load { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => {
@@ -394,7 +397,12 @@ impl Facts {
             Op::Bin { op, .. } => op.class() == BinaryClass::Copysign,
             // As they are in memory or in the code, or canonical.
             Op::Load { .. } | Op::Const { .. } | Op::Canonical { .. } => true,
-            Op::Math { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => false,
+            Op::Math { .. }
+            | Op::Gpu { .. }
+            | Op::Id { .. }
+            | Op::Shared { .. }
+            | Op::AtomicLoad { .. }
+            | Op::Atomic { .. } => false,
             assigns_nothing!() => false,
         }
     }
@@ -442,7 +450,7 @@ fn beyond(body: &Body, windows: &[bool]) -> HashMap<Reg, (u16, Reg)> {
 fn singles(body: &Body) -> Vec<bool> {
     let mut counts = vec![0_u8; body.types.len()];
     body.params.iter().for_each(|reg| counts[reg.0 as usize] = 1);
-    for to in body.ops.iter().filter_map(Op::to) {
+    for to in body.ops.iter().flat_map(Op::assigned) {
         counts[to.0 as usize] = counts[to.0 as usize].saturating_add(1);
     }
     counts.into_iter().map(|count| count == 1).collect()
@@ -453,10 +461,11 @@ fn constants(body: &Body) -> Vec<Option<u64>> {
     let mut is_assigned = vec![false; body.types.len()];
     body.params.iter().for_each(|reg| is_assigned[reg.0 as usize] = true);
     for op in &body.ops {
-        let Some(to) = op.to() else { continue };
         let bits = if let Op::Const { bits, .. } = op { Some(*bits) } else { None };
-        constants[to.0 as usize] = bits.filter(|_| !is_assigned[to.0 as usize]);
-        is_assigned[to.0 as usize] = true;
+        for to in op.assigned() {
+            constants[to.0 as usize] = bits.filter(|_| !is_assigned[to.0 as usize]);
+            is_assigned[to.0 as usize] = true;
+        }
     }
     constants
 }

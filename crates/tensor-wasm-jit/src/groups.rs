@@ -87,7 +87,8 @@ pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
             continue;
         }
         let Some((at, access)) = op.access() else {
-            let is_fence = usize::from(matches!(op, Op::Fence));
+            let is_ordered = |op: &Op| matches!(op, Op::Gpu { op, .. } if op.orders_memory());
+            let is_fence = usize::from(matches!(op, Op::Fence) || is_ordered(op));
             (load_epoch, store_epoch) = (load_epoch + is_fence, store_epoch + is_fence);
             continue;
         };

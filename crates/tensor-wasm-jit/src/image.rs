@@ -1,6 +1,7 @@
 //! What comes out of the compiler, and the layout of the two blocks of memory that a kernel shares with whoever
 //! launches it.
 
+use crate::gpu::Target;
 use crate::ir::{TrapKind, Ty};
 use crate::refusal::SourceLocation;
 
@@ -18,8 +19,12 @@ pub struct KernelImage {
     pub window_bytes_min: Vec<u32>,
     /// Windows lie from here on, in the kernel's addresses: below are its own stack and data, and what wraps around.
     pub windows_from: u32,
-    /// Memory that a group shares; part of the PTX.
+    /// Memory that a group shares; part of the PTX, unless the next is not zero.
     pub shared_bytes: u32,
+    /// What a launch has to give each group of that: more than can be part of the PTX.
+    pub dynamic_shared_bytes: u32,
+    /// The least device that has all its instructions.
+    pub target: Target,
     /// Places that a trap record's number stands for.
     pub sites: Vec<SourceLocation>,
 }

@@ -8,6 +8,8 @@
 use wasm_encoder::Instruction;
 use wasmparser::Operator;
 
+use crate::gpu::GpuOp;
+
 /// The type of a register, or of a kernel's parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Ty {
@@ -619,6 +621,11 @@ pub(crate) enum Op {
         is_write: bool,
         site: Site,
     },
+    /// What only a GPU does.
+    Gpu {
+        op: Box<GpuOp>,
+        site: Site,
+    },
     Fence,
     Trap {
         kind: TrapKind,
@@ -711,7 +718,7 @@ pub(crate) struct Body {
 }
 
 impl Op {
-    /// The register it assigns.
+    /// The register it assigns, if it is one and not several at once.
     pub(crate) fn to(&self) -> Option<Reg> {
         match self {
             Op::Const { to, .. }
@@ -728,6 +735,7 @@ impl Op {
             | Op::Shuffle { to, .. }
             | Op::Canonical { to, .. } => Some(*to),
             Op::Barrier { .. }
+            | Op::Gpu { .. }
             | Op::Store { .. }
             | Op::AtomicStore { .. }
             | Op::CheckRange { .. }
@@ -746,7 +754,20 @@ impl Op {
         }
     }
 
-    /// The memory it reads or writes, and how many bytes of it. A range of any length is not one access.
+    /// All registers it assigns.
+    pub(crate) fn assigned(&self) -> impl Iterator<Item = Reg> + '_ {
+        let several = if let Op::Gpu { op, .. } = self { op.assigned() } else { &[] };
+        self.to().into_iter().chain(several.iter().copied())
+    }
+
+    /// All registers it reads.
+    pub(crate) fn read(&self) -> impl Iterator<Item = Reg> + '_ {
+        let several = if let Op::Gpu { op, .. } = self { Some(op.read()) } else { None };
+        self.reads().into_iter().flatten().chain(several.into_iter().flatten())
+    }
+
+    /// The memory it reads or writes, and how many bytes of it. A range of any length is not one access, nor is what
+    /// only a GPU does.
     pub(crate) fn access(&self) -> Option<(Address, Access)> {
         match self {
             Op::Load { at, access, .. }
@@ -764,6 +785,7 @@ impl Op {
             | Op::Id { .. }
             | Op::Shuffle { .. }
             | Op::Shared { .. }
+            | Op::Gpu { .. }
             | Op::Barrier { .. }
             | Op::CheckRange { .. }
             | Op::Fence
@@ -813,6 +835,7 @@ impl Op {
             | Op::AtomicStore { .. }
             | Op::Atomic { .. }
             | Op::CheckRange { .. }
+            | Op::Gpu { .. }
             | Op::Fence
             | Op::TrapIf { .. }
             | Op::Canonical { .. } => Flow::Straight,
@@ -831,6 +854,7 @@ impl Op {
             | Op::AtomicStore { site, .. }
             | Op::Atomic { site, .. }
             | Op::Shuffle { site, .. }
+            | Op::Gpu { site, .. }
             | Op::CheckRange { site, .. }
             | Op::Trap { site, .. }
             | Op::TrapIf { site, .. } => Some(*site),
@@ -854,8 +878,8 @@ impl Op {
         }
     }
 
-    /// The registers it reads.
-    pub(crate) fn reads(&self) -> [Option<Reg>; 3] {
+    /// The registers it reads, but for what only a GPU does.
+    fn reads(&self) -> [Option<Reg>; 3] {
         match self {
             Op::Move { from: a, .. }
             | Op::Shuffle { value: a, .. }
@@ -875,6 +899,7 @@ impl Op {
             Op::Const { .. }
             | Op::Id { .. }
             | Op::Shared { .. }
+            | Op::Gpu { .. }
             | Op::Barrier { .. }
             | Op::Fence
             | Op::Trap { .. }

@@ -16,6 +16,7 @@
 //! checks counted loops before they begin (`ptx/counted.rs`), and polls; Wasm traps at once.
 
 use crate::facts::{AddressSource, Facts};
+use crate::gpu::COPY_BYTES;
 use crate::groups::{self, AccessGroups};
 use crate::ir::{Address, BinaryClass, Body, Op, Reg, Region, SHARED_ADDRESS, Site, Test, TrapKind, Ty, UnaryClass};
 
@@ -194,6 +195,12 @@ impl Legalizer<'_> {
                 self.push(Op::Atomic { op, to, access, at, value, expected, site });
             }
             Op::Math { .. } => self.assign(op),
+            Op::Gpu { mut op, site } => {
+                for address in op.addresses_mut().into_iter().flatten() {
+                    *address = self.placed(*address, COPY_BYTES);
+                }
+                self.push(Op::Gpu { op, site });
+            }
             Op::Const { .. }
             | Op::Move { .. }
             | Op::Select { .. }

@@ -24,6 +24,8 @@ mod exchange;
 #[warn(clippy::wildcard_enum_match_arm)]
 mod facts;
 #[warn(clippy::wildcard_enum_match_arm)]
+mod gpu;
+#[warn(clippy::wildcard_enum_match_arm)]
 mod groups;
 #[warn(clippy::wildcard_enum_match_arm)]
 mod host;
@@ -48,6 +50,7 @@ mod profile;
 mod refusal;
 
 pub use crate::assemble::{OPS_MAX, SHARED_BYTES_MAX};
+pub use crate::gpu::{COPY_BYTES, HalfType, MatrixElement, Target};
 pub use crate::host::{CALL, CallLayout, HostImage, HostLayout};
 pub use crate::image::{
     BUDGET_TICKS_MAX, CONTROL, ControlLayout, KernelImage, LAUNCHES_MAX, Memory, Param, RECORD, RecordLayout, Trap,

@@ -74,7 +74,7 @@ pub(crate) fn counted(legal: &Legal, start: usize) -> Option<CountedLoop> {
     let (tail, condition, moves) = tail_of(body, start, end, label)?;
     let mut inside: HashMap<Reg, Assignment> = HashMap::new();
     for (n, op) in body.ops.iter().enumerate().take(end).skip(start + 1) {
-        if let Some(to) = op.to() {
+        for to in op.assigned() {
             let often = |own: &mut Assignment| *own = Assignment::Often;
             inside.entry(to).and_modify(often).or_insert(Assignment::Once(n));
         }

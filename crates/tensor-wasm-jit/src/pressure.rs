@@ -76,7 +76,7 @@ fn intervals(body: &Body) -> Vec<Option<(usize, usize)>> {
         while loops.last().is_some_and(|(_, end)| *end < at) {
             loops.pop();
         }
-        for reg in op.reads().into_iter().flatten() {
+        for reg in op.read() {
             let reg = reg.0 as usize;
             first[reg] = first[reg].min(at);
             // The outermost loop that it was assigned before: it is needed until that ends. What goes round a loop is
@@ -86,7 +86,7 @@ fn intervals(body: &Body) -> Vec<Option<(usize, usize)>> {
             let until = loops.get(outside).map_or(at, |(_, end)| *end);
             last[reg] = last[reg].max(Some(until));
         }
-        if let Some(to) = op.to() {
+        for to in op.assigned() {
             let to = to.0 as usize;
             first[to] = first[to].min(carried[at].unwrap_or(at));
             is_value[to] |= !matches!(op, Op::Const { .. });

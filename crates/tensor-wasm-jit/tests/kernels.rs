@@ -13,6 +13,7 @@
 )]
 
 mod build;
+mod gpu;
 mod host;
 mod math;
 mod snapshots;
@@ -24,7 +25,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, ParamBlock};
 use tensor_wasm_jit::{
-    CONTROL, HostImage, KernelImage, Memory, Program, RECORD, Refusal, Trap, TrapKind, budget_ticks,
+    CONTROL, HostImage, KernelImage, Memory, Program, RECORD, Refusal, Target, Trap, TrapKind, budget_ticks,
 };
 
 const CONTROL_AT: u64 = 0x30_0000_0000;
@@ -140,7 +141,12 @@ fn assemble(image: &KernelImage) {
         return;
     }
     std::fs::write(&file, &image.ptx).unwrap();
-    for device in DEVICES {
+    let (major, minor) = image.target.capability();
+    let is_enough = |device: &&str| device[3..].parse::<u32>().unwrap() >= 10 * major + minor;
+    let newer: Vec<&str> = DEVICES.into_iter().filter(is_enough).collect();
+    // What only one device has is not for those that came after it.
+    let devices = if image.target == Target::Hopper { vec!["sm_90a"] } else { newer };
+    for device in devices {
         let output = Command::new(ptxas).args(["-arch", device, "-o", "/dev/null"]).arg(&file).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{} for {device}: {said}\n{}", image.name, image.ptx);

@@ -45,6 +45,7 @@ fn train(options: &Options) -> Outcome<()> {
         epoch_steps: options.steps.div_ceil(10),
         schedule: Schedule::Cosine { rate: 8e-3, end: 4e-4, steps: options.steps, warmup: 20 },
         norm_max: Some(1.0),
+        precision: options.precision,
         is_shown: true,
     };
     let loss = |_| {

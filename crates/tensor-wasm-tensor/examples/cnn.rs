@@ -38,6 +38,7 @@ fn train(options: &Options) -> Outcome<()> {
         epoch_steps: (trained.count() / BATCH).max(1) as u64,
         schedule: Schedule::Cosine { rate: 2e-3, end: 2e-5, steps: options.steps, warmup: 0 },
         norm_max: None,
+        precision: options.precision,
         is_shown: true,
     };
     let mut optimizer = Adam::new(&model.parameters(), 1e-3);

@@ -41,6 +41,7 @@ fn train(options: &Options) -> Outcome<()> {
         epoch_steps: options.steps.div_ceil(10),
         schedule: Schedule::Cosine { rate: 1e-2, end: 1e-4, steps: options.steps, warmup: 0 },
         norm_max: None,
+        precision: options.precision,
         is_shown: true,
     };
     let loss = |_| Ok(model.forward(&trained.x).mse_loss(&trained.y));

@@ -45,6 +45,7 @@ fn train(options: &Options) -> Outcome<()> {
         epoch_steps: options.steps.div_ceil(10),
         schedule: Schedule::Cosine { rate: 3e-3, end: 1e-4, steps: options.steps, warmup: 50 },
         norm_max: Some(1.0),
+        precision: options.precision,
         is_shown: true,
     };
     let letters = text.letters();
@@ -61,14 +62,19 @@ fn train(options: &Options) -> Outcome<()> {
         return Err(format!("the loss did not halve: {first:.4} became {last:.4}").into());
     }
 
+    let mut cache = model.cache();
     let next = |so_far: &[i64]| {
-        // Always the whole context, padded behind: nobody looks there, and one plan computes every length.
-        let mut input = so_far[so_far.len().saturating_sub(LENGTH)..].to_vec();
-        let last = input.len() - 1;
-        input.resize(LENGTH, 0);
-        let logits = no_grad(|| model.forward(&Tensor::from_vec(input, &[1, LENGTH])));
-        let all = logits.to_vec::<f32>()?;
-        Ok(all[last * letters..(last + 1) * letters].to_vec())
+        // A full cache forgets the older half: what is left is read again, letter by letter.
+        if cache.len() == cache.capacity() {
+            cache.clear();
+        }
+        let new = if cache.is_empty() { so_far.len().min(LENGTH / 2) } else { 1 };
+        let mut logits = Vec::new();
+        for letter in &so_far[so_far.len() - new..] {
+            let letter = Tensor::from_slice(&[*letter], &[1, 1]);
+            logits = no_grad(|| model.next(&letter, &mut cache))?.to_vec::<f32>()?;
+        }
+        Ok(logits)
     };
     text.sample(options, text.prompt(PROMPT), &mut random, next)
 }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
 
-use crate::error::{ErrorKind, Result, TensorError};
+use crate::error::{ErrorKind, Result, TensorError, asked_as};
 use crate::graph::Node;
 use crate::graph::op::{BinaryOp, FoldedAxis, Movement, Op, ReduceOp, UnaryOp};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
@@ -99,7 +99,10 @@ pub(crate) fn grad_at(
         if !inputs.iter().any(Tensor::requires_grad) {
             continue;
         }
-        for (input, part) in inputs.iter().zip(pull_back(&recipe.op, &inputs, &output, &gradient, at)) {
+        // What goes wrong on the way back is said of the operation that is gone back through, and of its line.
+        let name = node.asked.unwrap_or_else(|| recipe.op.name());
+        let parts = asked_as(name, node.at, || pull_back(&recipe.op, &inputs, &output, &gradient, at));
+        for (input, part) in inputs.iter().zip(parts) {
             let Some(part) = part.filter(|_| input.requires_grad()) else { continue };
             let sum = match gradients.get(&input.node.id) {
                 Some(known) => known + part,
@@ -240,6 +243,8 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
             let (a, b) = (&inputs[0], &inputs[1]);
             vec![Some(g.matrix_product(&b.t(), at)), Some(a.t().matrix_product(g, at))]
         }
+        // As the composed one says.
+        Op::Attention { .. } => vec![None, None, None, Some(g.clone())],
         Op::Contract { .. } => {
             // Whatever one operand does not know, its gradient is summed over: a contraction again.
             let part = |own: &Tensor, other: &Tensor| {

@@ -20,6 +20,10 @@ const VARIABLE: &str = "TENSOR_WASM_DEVICE";
 pub enum Device {
     #[default]
     Cpu,
+    /// For each plan the one that should have it done first, from what it has to do, where that lies, and how long it
+    /// took before: see [`Tensor::explain`](crate::Tensor::explain), which says what was chosen and why. Without a GPU
+    /// it is the CPU.
+    Auto,
     #[cfg(feature = "cuda")]
     Cuda(CudaDevice),
 }
@@ -42,7 +46,8 @@ static CURRENT: LazyLock<RwLock<Device>> = LazyLock::new(|| {
 });
 
 impl Device {
-    /// `cpu`, `cuda` or `cuda:N`. Opening a GPU takes some hundred milliseconds.
+    /// `cpu`, `cuda`, `cuda:N` or `auto`. Opening a GPU takes some hundred milliseconds; `auto` does it when there is
+    /// enough to compute.
     #[track_caller]
     pub fn named(name: &str) -> Result<Device> {
         let at = Location::caller();
@@ -50,13 +55,15 @@ impl Device {
             let (name, why) = (name.chars().take(64).collect(), why.to_owned());
             TensorError::new("device", ErrorKind::NoDevice { name, why }, at)
         };
-        if name == "cpu" {
-            return Ok(Device::Cpu);
+        match name {
+            "cpu" => return Ok(Device::Cpu),
+            "auto" => return Ok(Device::Auto),
+            _ => {}
         }
         let number = if name == "cuda" { Some("0") } else { name.strip_prefix("cuda:") };
         let number: Option<u32> = number.and_then(|number| number.parse().ok());
         match number {
-            None => Err(no_device("there are cpu, cuda and cuda:N")),
+            None => Err(no_device("there are cpu, cuda, cuda:N and auto")),
             #[cfg(feature = "cuda")]
             Some(number) => match CudaDevice::open(number) {
                 Ok(device) => Ok(Device::Cuda(device)),

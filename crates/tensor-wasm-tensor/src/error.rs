@@ -7,6 +7,7 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use crate::dtype::DType;
+use crate::graph::Node;
 use crate::shape::RANK_MAX;
 
 pub type Result<T> = std::result::Result<T, TensorError>;
@@ -22,7 +23,26 @@ pub struct TensorError {
 
 impl TensorError {
     pub(crate) fn new(operation: &'static str, what: ErrorKind, at: &'static Location<'static>) -> TensorError {
+        let operation = asked_operation().unwrap_or(operation);
         TensorError { operation, what: Arc::new(what), at: caller(at) }
+    }
+
+    /// What went wrong while a node was computed, in the words of the operation that somebody asked for.
+    pub(crate) fn of_node(node: &Node, computed: &'static str, what: ErrorKind) -> TensorError {
+        let operation = node.asked.unwrap_or(computed);
+        let what = match (operation, what) {
+            // Classes below zero were moved out of the range, by as many as there are.
+            ("cross_entropy", ErrorKind::OutOfRange { index, size, .. }) => {
+                let classes = i64::try_from(size).unwrap_or(i64::MAX);
+                let class = if index < 0 { index.saturating_add(classes) } else { index };
+                ErrorKind::BadArgument { why: format!("class {class}, and there are {size}, from 0 on") }
+            }
+            ("embedding", ErrorKind::OutOfRange { index, size, .. }) => {
+                ErrorKind::BadArgument { why: format!("row {index} of a table of {size} rows") }
+            }
+            (_, what) => what,
+        };
+        TensorError { operation, what: Arc::new(what), at: node.at }
     }
 }
 
@@ -34,27 +54,52 @@ impl std::fmt::Debug for TensorError {
 }
 
 thread_local! {
-    /// The line of somebody else's program that asked for what is being made.
-    static ASKED: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
+    /// What somebody else's program asked for that is being made.
+    static ASKED: Cell<Option<Asked>> = const { Cell::new(None) };
+}
+
+/// A line of a program, and the operation that it called, where errors should name that one and not what it is composed
+/// of.
+#[derive(Clone, Copy)]
+struct Asked {
+    at: &'static Location<'static>,
+    operation: Option<&'static str>,
 }
 
 /// Makes something that is composed of several operations: whatever is wrong with one of them is said of the line that
 /// asked for all of them, and not of a line in here.
 pub(crate) fn asked_at<R>(at: &'static Location<'static>, make: impl FnOnce() -> R) -> R {
-    struct Before(Option<&'static Location<'static>>);
+    asked(Asked { at, operation: None }, make)
+}
+
+/// The same for an operation that has a name of its own.
+pub(crate) fn asked_as<R>(operation: &'static str, at: &'static Location<'static>, make: impl FnOnce() -> R) -> R {
+    asked(Asked { at, operation: Some(operation) }, make)
+}
+
+fn asked<R>(what: Asked, make: impl FnOnce() -> R) -> R {
+    struct Before(Option<Asked>);
     impl Drop for Before {
         fn drop(&mut self) {
             ASKED.set(self.0);
         }
     }
     // The outermost counts.
-    let _before = Before(ASKED.replace(Some(ASKED.get().unwrap_or(at))));
+    let outer = ASKED.get();
+    let at = outer.map_or(what.at, |outer| outer.at);
+    let operation = outer.and_then(|outer| outer.operation).or(what.operation);
+    let _before = Before(ASKED.replace(Some(Asked { at, operation })));
     make()
 }
 
 /// The line to name for an operation that was called at one.
 pub(crate) fn caller(at: &'static Location<'static>) -> &'static Location<'static> {
-    ASKED.get().unwrap_or(at)
+    ASKED.get().map_or(at, |asked| asked.at)
+}
+
+/// The operation to name instead of one that it is composed of.
+pub(crate) fn asked_operation() -> Option<&'static str> {
+    ASKED.get().and_then(|asked| asked.operation)
 }
 
 #[derive(Debug, PartialEq, thiserror::Error)]

@@ -15,6 +15,8 @@
 //! reading anything that depends on it says what was wrong, with which shapes, and in which line.
 
 mod account;
+#[cfg(feature = "cuda")]
+mod auto;
 mod autograd;
 mod cpu;
 #[cfg(feature = "cuda")]
@@ -28,6 +30,7 @@ mod graph;
 pub mod io;
 pub mod nn;
 pub mod operations;
+mod precision;
 mod random;
 #[cfg(test)]
 mod reference;
@@ -44,11 +47,13 @@ pub use cuda::{CudaDevice, set_tf32};
 pub use device::{Device, device, set_device, with_device};
 pub use dtype::{DType, Element, Scalar};
 pub use error::{ErrorKind, Result, TensorError};
+pub use precision::autocast;
 pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
 pub use train::{
-    AdaGrad, Adam, AdamW, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm, clip_grad_value,
+    AdaGrad, Adam, AdamW, GradScaler, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm,
+    clip_grad_value,
 };
 
 /// The blocks of the guide are compiled and run.

@@ -870,6 +870,7 @@ fn trained(
         epoch_steps: steps,
         schedule,
         norm_max: Some(1.0),
+        precision: DType::F32,
         is_shown: false,
     };
     let mut optimizer = Adam::new(&model.parameters(), rate);
@@ -955,7 +956,7 @@ fn examples_say_what_is_wrong_with_options_and_files() {
     for (line, expected) in [
         (
             "--step 3",
-            "there is no option --step; there are --text, --steps, --seed, --out, --save, --save-dtype, --device and --help",
+            "there is no option --step; there are --text, --steps, --seed, --out, --save, --save-dtype, --precision, --device and --help",
         ),
         ("--steps", "--steps needs a value: --steps N"),
         ("--steps many", "--steps takes a whole number, not \"many\""),

@@ -56,9 +56,10 @@ struct Eval {
     /// Where to write the result, as .npy or .safetensors; it is printed without.
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Where to compute: `auto`, `cpu`, `cuda` or `cuda:N`. With `auto` it is the cpu.
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    device: String,
+    /// Where to compute: `cpu`, `cuda`, `cuda:N`, or `auto` for a GPU where that should be done sooner, and the cpu
+    /// otherwise: the default, unless TENSOR_WASM_DEVICE says something else.
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
     /// Compute floats as this: arrays of floats are cast to it, and what zeros, uniform and others make has it: f16,
     /// bf16, f32, f64; or an integer type.
     #[arg(long, value_name = "TYPE")]
@@ -109,9 +110,11 @@ fn no(error: &TensorError) -> Failed {
 
 impl Eval {
     fn execute(self, global: &Global) -> Ended {
-        match self.device.parse() {
-            Ok(DeviceChoice::Cpu | DeviceChoice::Auto) => {}
-            Ok(choice) => set_device(Device::named(&choice.to_string()).map_err(|error| no(&error))?),
+        let is_named = std::env::var_os("TENSOR_WASM_DEVICE").is_some_and(|name| !name.is_empty());
+        let asked = self.device.as_deref().or_else(|| (!is_named).then_some("auto"));
+        match asked.map(str::parse::<DeviceChoice>).transpose() {
+            Ok(None) => {}
+            Ok(Some(choice)) => set_device(Device::named(&choice.to_string()).map_err(|error| no(&error))?),
             Err(why) => return Err(Failed::Usage(format!("--device: {why}"))),
         }
         let asked = self.dtype.as_deref().map(dtype).transpose()?;

@@ -11,6 +11,7 @@
 )]
 
 mod parse;
+mod warp;
 
 use std::collections::HashMap;
 
@@ -22,8 +23,9 @@ const NANOS_PER_INSTRUCTION: u64 = 100;
 /// An item that runs for longer than this is taken to run for ever: polls should have stopped it.
 const STEPS_MAX: u64 = 2_000_000_000;
 
-/// Items that exchange registers.
+/// Items that do something together: a warp, and four of them.
 const WARP: usize = 32;
+const WARPGROUP: usize = 128;
 
 /// Where the emulator puts what belongs to no buffer.
 const DATA_AT: u64 = 0x7000_0000_0000;
@@ -75,15 +77,26 @@ struct Item {
     at: usize,
     id: [u32; 3],
     stands: Stands,
+    /// Copies to shared memory that are under way, group by group; the last group is not committed yet.
+    copies: Vec<Vec<PendingCopy>>,
+    /// Products of a warpgroup that are under way, in its first item: groups of the numbers of their instructions and
+    /// of both descriptors.
+    products: Vec<Vec<(usize, u64, u64)>>,
 }
+
+/// Bytes that a copy has read and not yet written, and where they go.
+type PendingCopy = (u64, [u8; COPY_BYTES]);
+
+/// What one asynchronous copy moves.
+const COPY_BYTES: usize = crate::gpu::COPY_BYTES as usize;
 
 /// Whether an item goes on, and if not why.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stands {
     Goes,
     AtBarrier,
-    /// Before an instruction that exchanges registers with the items beside it.
-    AtShuffle,
+    /// Before an instruction that the items of a warp do together.
+    AtWarp,
     IsOver,
 }
 
@@ -102,7 +115,7 @@ struct Run<'a> {
 enum Next {
     Go(usize),
     Barrier(usize),
-    Shuffle,
+    Warp,
     Exit,
 }
 
@@ -155,18 +168,26 @@ impl Run<'_> {
                         at: 0,
                         id: [x, y, z],
                         stands: Stands::Goes,
+                        copies: vec![Vec::new()],
+                        products: vec![Vec::new()],
                     });
                 }
             }
         }
-        // Every item runs until it has to wait. Those that exchange registers do; if there are none, all have come to a
-        // barrier, and go on.
+        // Every item runs until it has to wait. Warps whose items do something together do it; if there are none, all
+        // have come to a barrier, and go on.
         while items.iter().any(|item| item.stands != Stands::IsOver) {
             for item in items.iter_mut().filter(|item| item.stands == Stands::Goes) {
                 self.until_it_waits(item)?;
             }
-            if items.iter().any(|item| item.stands == Stands::AtShuffle) {
-                items.chunks_mut(WARP).try_for_each(|warp| self.exchange(warp))?;
+            if items.iter().any(|item| item.stands == Stands::AtWarp) {
+                // Those that a warpgroup does are done by four warps.
+                items.chunks_mut(WARPGROUP).try_for_each(|warpgroup| {
+                    if self.is_of_warpgroup(warpgroup) {
+                        return self.exchange(warpgroup, WARPGROUP);
+                    }
+                    warpgroup.chunks_mut(WARP).try_for_each(|warp| self.exchange(warp, WARP))
+                })?;
                 continue;
             }
             for item in items.iter_mut().filter(|item| item.stands == Stands::AtBarrier) {
@@ -176,23 +197,25 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Items that stand before the same `shfl`, all of a warp.
-    fn exchange(&self, warp: &mut [Item]) -> Result<(), String> {
-        if warp.iter().all(|item| item.stands != Stands::AtShuffle) {
+    /// Whether the items stand before something that a warpgroup does together.
+    fn is_of_warpgroup(&self, items: &[Item]) -> bool {
+        let waiting = items.iter().find(|item| item.stands == Stands::AtWarp);
+        let instruction = waiting.and_then(|item| self.unit.instructions.get(item.at));
+        instruction.is_some_and(|instruction| instruction.opcode.first().is_some_and(|word| word == "wgmma"))
+    }
+
+    /// Items of a warp, or of a warpgroup, that stand before the same instruction, all of them.
+    fn exchange(&mut self, warp: &mut [Item], count: usize) -> Result<(), String> {
+        if warp.iter().all(|item| item.stands != Stands::AtWarp) {
             return Ok(());
         }
         let at = warp[0].at;
-        let is_together = |item: &Item| item.stands == Stands::AtShuffle && item.at == at;
-        let instruction = self.unit.instructions.get(at).filter(|_| warp.len() == WARP && warp.iter().all(is_together));
-        let instruction = instruction.ok_or("not all items of a warp come to one shfl")?;
-        let [Operand::Register(to), Operand::Register(from), Operand::Immediate(mask), ..] = instruction.operands[..]
-        else {
-            return Err(format!("line {}: what is exchanged?", instruction.line));
-        };
-        let values: Vec<u64> = warp.iter().map(|item| u64::from(item.registers[from] as u32)).collect();
-        for (lane, item) in warp.iter_mut().enumerate() {
-            let other = lane ^ mask as usize;
-            item.registers[to] = *values.get(other).ok_or("there is no such item in a warp")?;
+        let is_together = |item: &Item| item.stands == Stands::AtWarp && item.at == at;
+        let instruction =
+            self.unit.instructions.get(at).filter(|_| warp.len() == count && warp.iter().all(is_together));
+        let instruction = instruction.ok_or("not all items of a warp come to one instruction of the warp")?;
+        self.together(warp, instruction).map_err(|why| format!("line {}: {why}", instruction.line))?;
+        for item in warp {
             (item.at, item.stands) = (at + 1, Stands::Goes);
         }
         Ok(())
@@ -212,8 +235,8 @@ impl Run<'_> {
                     (item.at, item.stands) = (at, Stands::AtBarrier);
                     return Ok(());
                 }
-                Next::Shuffle => {
-                    item.stands = Stands::AtShuffle;
+                Next::Warp => {
+                    item.stands = Stands::AtWarp;
                     return Ok(());
                 }
                 Next::Exit => {
@@ -347,7 +370,21 @@ impl Run<'_> {
             }
             ["ret" | "exit"] => return Ok(Next::Exit),
             ["barrier", "sync"] => return Ok(Next::Barrier(item.at + 1)),
-            ["shfl", "sync", "bfly", "b32"] => return Ok(Next::Shuffle),
+            ["shfl" | "mma" | "ldmatrix", "sync", ..] | ["wgmma", ..] => return Ok(Next::Warp),
+            ["cp", "async", ..] => {
+                self.copy(item, &opcode, operands)?;
+                return Ok(next);
+            }
+            // Two halves of a word.
+            ["mov", "b32"] if instruction.is_split => {
+                let (Some(Operand::Register(low)), Some(Operand::Register(high))) = (operands.first(), operands.get(1))
+                else {
+                    return Err("where to?".to_owned());
+                };
+                let whole = value(self, item, 2)?;
+                (item.registers[*low], item.registers[*high]) = (whole & 0xffff, whole >> 16 & 0xffff);
+                return Ok(next);
+            }
             // Two halves of a register, apart and together.
             ["mov", "b64"] if operands.len() == 3 => {
                 if let (Some(Operand::Register(low)), Some(Operand::Register(high)), true) =
@@ -491,6 +528,10 @@ fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
         ["mul", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?)),
         ["mul", "wide", "u32"] => low(at(0)?) * low(at(1)?),
         ["rsqrt", "approx", "f32"] => from_single(1.0 / single(at(0)?).sqrt()),
+        ["ex2", "approx", "ftz", "f32"] => {
+            let power = single(at(0)?).exp2();
+            from_single(if power.is_subnormal() { 0.0 } else { power })
+        }
         ["mul", "lo", "s64"] => at(0)?.wrapping_mul(at(1)?),
         ["mad", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?).wrapping_add(at(2)?)),
         ["neg", "s32"] => low(at(0)?.wrapping_neg()),
@@ -551,6 +592,23 @@ fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
             let takes_first = a.is_nan() || b.is_nan() || a.total_cmp(&b).is_lt() == (opcode[0] == "min");
             from_double(if (takes_first && !a.is_nan()) || b.is_nan() { a } else { b })
         }
+        ["max", "NaN", "f32"] => {
+            let (a, b) = (single(at(0)?), single(at(1)?));
+            from_single(if a.is_nan() || b.is_nan() {
+                f32::NAN
+            } else if a.total_cmp(&b).is_lt() {
+                b
+            } else {
+                a
+            })
+        }
+        ["cvt", "rn", ty @ ("f16x2" | "bf16x2"), "f32"] => {
+            let rounded = |bits: u64| match *ty {
+                "f16x2" => half::f16::from_f32(single(bits)).to_bits(),
+                _ => half::bf16::from_f32(single(bits)).to_bits(),
+            };
+            u64::from(rounded(at(0)?)) << 16 | u64::from(rounded(at(1)?))
+        }
         ["cvt", rest @ ..] => convert(rest, at(0)?)?,
         _ => return None,
     })
@@ -592,6 +650,12 @@ fn convert(parts: &[&str], bits: u64) -> Option<u64> {
         ["u32", "u64"] => u64::from(bits as u32),
         ["u64", "u32"] => u64::from(bits as u32),
         ["s64", "s32"] => i64::from(bits as u32 as i32) as u64,
+        ["f32", "f16"] => from_single(half::f16::from_bits(bits as u16).to_f32()),
+        // Ten bits of mantissa are left; ties go away from zero.
+        ["rna", "tf32", "f32"] => {
+            let is_number = single(bits).is_finite();
+            (bits as u32).wrapping_add(if is_number { 0x1000 } else { 0 }) as u64 & 0xffff_e000
+        }
         ["f64", "f32"] => from_double(f64::from(single(bits))),
         ["rn", "f32", "f64"] => from_single(double(bits) as f32),
         ["rn", "f32", "s32"] => from_single(bits as u32 as i32 as f32),

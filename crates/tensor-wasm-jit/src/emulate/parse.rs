@@ -44,6 +44,12 @@ pub(super) fn parse(text: &str) -> Result<PtxUnit, String> {
     let mut unit = PtxUnit::default();
     let mut end = 0;
     for (n, line) in text.lines().enumerate() {
+        // A launch says how much it is; the emulator is told by a comment.
+        if let Some(bytes) = line.strip_prefix(".extern .shared .align 1024 .b8 shared[]; // ") {
+            let bytes = bytes.strip_suffix(" bytes").and_then(|bytes| bytes.parse().ok());
+            unit.shared_bytes = bytes.ok_or_else(|| format!("line {n}: {line}"))?;
+            continue;
+        }
         let line = line.split("//").next().unwrap_or("").trim();
         if let Some(rest) = line.strip_prefix(".param .") {
             let mut words = rest.trim_end_matches(',').split(' ');

@@ -677,8 +677,8 @@ impl HostEmitter<'_> {
                 self.set(*to);
             }
             Op::Barrier { .. } => self.barrier(n),
-            // By way of memory: `exchange.rs` has left none.
-            Op::Shuffle { .. } => {}
+            // By way of memory: `exchange.rs` has left none, and refuses what only a GPU does.
+            Op::Shuffle { .. } | Op::Gpu { .. } => {}
             Op::Load { to, access, at, site } => {
                 self.access(n, AccessKind::Load { to: *to, access: *access }, *at, *site)
             }

@@ -127,7 +127,7 @@ fn spans(body: &Body, facts: &Facts) -> Vec<Option<LiveRange>> {
     // For each loop that is open: registers from before it that it reads.
     let mut carried: Vec<Vec<Reg>> = Vec::new();
     for (n, op) in body.ops.iter().enumerate() {
-        let reads = op.reads().into_iter().flatten().chain(fence_reads(op, facts).into_iter().flatten());
+        let reads = op.read().chain(fence_reads(op, facts).into_iter().flatten());
         for reg in reads.filter(|reg| facts.constant(*reg).is_none()) {
             let Some(span) = &mut spans[reg.0 as usize] else { continue };
             span.to = n;
@@ -165,7 +165,7 @@ fn spans(body: &Body, facts: &Facts) -> Vec<Option<LiveRange>> {
             | Flow::Leave
             | Flow::Wait => {}
         }
-        if let Some(to) = op.to().filter(|reg| facts.constant(*reg).is_none()) {
+        for to in op.assigned().filter(|reg| facts.constant(*reg).is_none()) {
             let span = spans[to.0 as usize].get_or_insert(LiveRange { from: n, to: n });
             // Assigned again, for instance at the end of a loop that it was made for.
             span.to = span.to.max(n);

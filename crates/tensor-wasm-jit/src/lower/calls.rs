@@ -90,7 +90,7 @@ impl Lower<'_, '_> {
                 let KnownValue::Constant(bytes) = self.asm.known(bytes) else {
                     return Err(Refusal::Shared { bytes_max: SHARED_BYTES_MAX, place: self.place(frame) });
                 };
-                let Some(to) = self.asm.shared(bytes, site) else {
+                let Some(to) = self.asm.shared(bytes, SHARED_BYTES_MAX, site) else {
                     return Err(Refusal::Shared { bytes_max: SHARED_BYTES_MAX, place: self.place(frame) });
                 };
                 frame.operands.push(to);

@@ -30,7 +30,7 @@ impl PtxEmitter<'_> {
     }
 
     /// An address of a kernel that is trusted. Windows and shared memory begin at 0 there.
-    fn trusted(&mut self, base: Reg, region: Region, offset: i64) -> FencedAddress {
+    pub(super) fn trusted(&mut self, base: Reg, region: Region, offset: i64) -> FencedAddress {
         let (from, beyond) = match region {
             Region::Window(n) | Region::SmallWindow(n) => (format!("%window{n}"), self.facts.beyond(base, n)),
             Region::Shared | Region::Stack | Region::Any => ("%shared".to_owned(), None),

@@ -22,6 +22,7 @@ macro_rules! put {
 
 mod control;
 mod counted;
+mod gpu;
 mod memory;
 mod table;
 
@@ -30,8 +31,9 @@ use std::fmt::Write as _;
 
 use table::{binary, math, unary};
 
-use crate::assemble::OPS_MAX;
+use crate::assemble::{OPS_MAX, SHARED_BYTES_MAX};
 use crate::facts::Facts;
+use crate::gpu::{GpuOp, Target};
 use crate::image::{CONTROL, KernelImage, Param, RECORD};
 use crate::ir::{
     Access, Axis, Body, Flow, Id, Label, Least, Op, Reg, Region, SHARED_ADDRESS, Site, Structure, Test, TrapKind, Ty,
@@ -92,7 +94,7 @@ struct PtxEmitter<'b> {
     out: String,
     /// Code that is seldom run, after the rest.
     aside: String,
-    temps: [u32; 6],
+    temps: [u32; 7],
     limits: Vec<RegionLimit>,
     traps: Vec<(TrapKind, Site)>,
     trap_numbers: HashMap<(TrapKind, u32), usize>,
@@ -119,13 +121,15 @@ struct PtxEmitter<'b> {
 }
 
 /// Kinds of registers that belong to no register of the kernel: their prefix and their type.
-const TEMPS: [(&str, &str); 6] =
-    [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32")];
+const TEMPS: [(&str, &str); 7] =
+    [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32"), ("%h", ".b16")];
 
 pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
     let Legal { body, facts, windows, .. } = legal;
     if legal.is_trusted {
         check_trusted(legal)?;
+    } else {
+        check_fenced(body)?;
     }
     let mut emitter = PtxEmitter {
         legal,
@@ -134,7 +138,7 @@ pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
         windows,
         out: String::new(),
         aside: String::new(),
-        temps: [0; 6],
+        temps: [0; 7],
         limits: Vec::new(),
         traps: Vec::new(),
         trap_numbers: HashMap::new(),
@@ -176,6 +180,8 @@ pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
         window_bytes_min,
         windows_from: body.windows_from(),
         shared_bytes: body.shared_bytes,
+        dynamic_shared_bytes: if is_dynamic(body) { body.shared_bytes } else { 0 },
+        target: target(body),
         sites: body.sites.clone(),
     })
 }
@@ -184,8 +190,9 @@ pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
 fn check_trusted(legal: &Legal) -> Result<(), Refusal> {
     let refused = |why: &str| Err(Refusal::NotAKernel { name: legal.body.name.clone(), why: why.to_owned() });
     let is_known = |op: &Op| match op.access().map(|(at, _)| at.region) {
-        Some(Region::Window(_) | Region::Shared) | None => true,
+        Some(Region::Window(_) | Region::Shared) => true,
         Some(Region::SmallWindow(_) | Region::Stack | Region::Any) => false,
+        None => !matches!(op, Op::Gpu { op, .. } if !is_of_its_space(op)),
     };
     if !legal.body.ops.iter().all(is_known) {
         return refused("an address is not of one window, or of shared memory, and without a fence it has to be");
@@ -194,6 +201,50 @@ fn check_trusted(legal: &Legal) -> Result<(), Refusal> {
         return refused("it has a stack or data of its own, for which there is a fence");
     }
     Ok(())
+}
+
+/// Whether what only a GPU does goes to the memory that it is for.
+fn is_of_its_space(op: &GpuOp) -> bool {
+    match op {
+        GpuOp::LoadTiles { at, .. } | GpuOp::SharedAddress { at, .. } => at.region == Region::Shared,
+        GpuOp::Copy { to, from, .. } => to.region == Region::Shared && matches!(from.region, Region::Window(_)),
+        GpuOp::Multiply { .. }
+        | GpuOp::CommitCopies
+        | GpuOp::AwaitCopies { .. }
+        | GpuOp::MultiplyShared { .. }
+        | GpuOp::FenceMultiply
+        | GpuOp::CommitMultiply
+        | GpuOp::AwaitMultiply { .. }
+        | GpuOp::FenceAsync
+        | GpuOp::Pack { .. }
+        | GpuOp::Unpack { .. }
+        | GpuOp::RoundTf32 { .. }
+        | GpuOp::Max { .. }
+        | GpuOp::Exp2 { .. } => true,
+    }
+}
+
+/// What there is no fence for is refused.
+fn check_fenced(body: &Body) -> Result<(), Refusal> {
+    let has_accesses = body.ops.iter().any(|op| matches!(op, Op::Gpu { op, .. } if op.orders_memory()));
+    if !has_accesses && !is_dynamic(body) {
+        return Ok(());
+    }
+    let why = "it copies to shared memory beside its computing, loads tiles from there, or has more of it than every \
+               device gives: for that there is no fence"
+        .to_owned();
+    Err(Refusal::NotAKernel { name: body.name.clone(), why })
+}
+
+/// Whether it has more shared memory than can be part of its PTX: then a launch says how much.
+fn is_dynamic(body: &Body) -> bool {
+    body.shared_bytes > SHARED_BYTES_MAX
+}
+
+/// The least device that has all its instructions.
+fn target(body: &Body) -> Target {
+    let targets = body.ops.iter().map(|op| if let Op::Gpu { op, .. } = op { op.target() } else { Target::default() });
+    targets.max().unwrap_or_default()
 }
 
 /// A name that PTX allows.
@@ -246,6 +297,10 @@ impl PtxEmitter<'_> {
 
     fn pred(&mut self) -> String {
         self.temp(4)
+    }
+
+    fn b16(&mut self) -> String {
+        self.temp(6)
     }
 
     fn reg(&self, reg: Reg) -> String {
@@ -394,6 +449,7 @@ impl PtxEmitter<'_> {
             }
             Op::Shuffle { to, value, mask, .. } => self.shuffle(*to, *value, *mask),
             Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
+            Op::Gpu { op, .. } => self.gpu(op),
             Op::Fence => put!(self, "fence.sc.gpu;"),
             Op::Trap { kind, site } => {
                 let trap = self.trap(*kind, *site);
@@ -553,7 +609,11 @@ impl PtxEmitter<'_> {
         let epilogue = std::mem::take(&mut self.out);
         let mut text = String::with_capacity(code.len() * 2);
         let _ = writeln!(text, "// {}", body.name.escape_default());
-        let _ = writeln!(text, ".version 7.1\n.target sm_75\n.address_size 64\n");
+        let _ = writeln!(text, "{}\n.address_size 64\n", target(body).header());
+        if is_dynamic(body) {
+            // How much is a comment to a device, and read by the emulator.
+            let _ = writeln!(text, ".extern .shared .align 1024 .b8 shared[]; // {} bytes", body.shared_bytes);
+        }
         if !body.data.is_empty() {
             let bytes: Vec<String> = body.data.iter().map(u8::to_string).collect();
             let _ = writeln!(text, ".global .align 16 .b8 data[{}] = {{{}}};", bytes.len(), bytes.join(", "));
@@ -590,7 +650,7 @@ impl PtxEmitter<'_> {
 
     fn declarations(&self, text: &mut String) {
         let body = self.body;
-        if body.shared_bytes > 0 {
+        if body.shared_bytes > 0 && !is_dynamic(body) {
             let _ = writeln!(text, "\t.shared .align 16 .b8 shared[{}];", body.shared_bytes.next_multiple_of(16));
         }
         if body.stack_bytes > 0 {

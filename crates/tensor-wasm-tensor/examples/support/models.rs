@@ -1,6 +1,8 @@
 //! The models of the examples.
 
-use tensor_wasm_tensor::nn::{Conv2d, Embedding, LayerNorm, Linear, Lstm, Module, Parts, Sequential, function};
+use tensor_wasm_tensor::nn::{
+    Conv2d, Embedding, KvCache, LayerNorm, Linear, Lstm, Module, Parts, Sequential, function,
+};
 use tensor_wasm_tensor::{Convolution, DType, Tensor};
 
 use super::digits::{CLASSES, PIXELS, SIDE};
@@ -148,22 +150,44 @@ impl Transformer {
     }
 }
 
+impl Transformer {
+    /// Room for what it keeps of the letters before.
+    pub(crate) fn cache(&self) -> KvCache {
+        let (heads, size) = (Transformer::HEADS, Transformer::WIDTH / Transformer::HEADS);
+        KvCache::new(self.blocks.len(), &[1, heads, Transformer::CONTEXT, size], DType::F32)
+    }
+
+    /// What may come after a letter and those in the cache: letter `[1, 1]` to `[1, 1, letters]`.
+    pub(crate) fn next(&self, letter: &Tensor, cache: &mut KvCache) -> tensor_wasm_tensor::Result<Tensor> {
+        let place = self.places.forward(&cache.position().reshape(&[1, 1]));
+        let start = self.letters.forward(letter) + place;
+        let end = self.blocks.iter().enumerate().fold(start, |x, (n, block)| {
+            block.with_attention(&x, |[queries, keys, values]| cache.attend(n, queries, keys, values))
+        });
+        let logits = self.head.forward(&self.norm.forward(&end));
+        cache.advance(&[&logits])?;
+        Ok(logits)
+    }
+}
+
 impl Block {
-    fn attend(&self, x: &Tensor) -> Tensor {
+    /// `attention` is that of queries, keys and values `[batch, heads, length, size]`.
+    fn with_attention(&self, x: &Tensor, attention: impl FnOnce([&Tensor; 3]) -> Tensor) -> Tensor {
+        let normed = self.first_norm.forward(x);
         let (batch, length) = (x.shape()[0].cast_signed(), x.shape()[1].cast_signed());
         let (heads, size) = (Transformer::HEADS.cast_signed(), (Transformer::WIDTH / Transformer::HEADS).cast_signed());
         // [batch, length, 3, heads, size] to [3, batch, heads, length, size]
-        let all = self.project.forward(x).reshape(&[batch, length, 3, heads, size]).permute(&[2, 0, 3, 1, 4]);
-        let [queries, keys, values] = [0, 1, 2].map(|n| all.narrow(0, n, 1).squeeze(0));
-        let seen = queries.attention(&keys, &values, true);
-        self.merge.forward(&seen.transpose(1, 2).reshape(&[batch, length, heads * size]))
+        let all = self.project.forward(&normed).reshape(&[batch, length, 3, heads, size]).permute(&[2, 0, 3, 1, 4]);
+        let each = [0, 1, 2].map(|n| all.narrow(0, n, 1).squeeze(0));
+        let seen = attention(each.each_ref());
+        let x = x + self.merge.forward(&seen.transpose(1, 2).reshape(&[batch, length, heads * size]));
+        &x + self.narrow.forward(&self.widen.forward(&self.second_norm.forward(&x)).gelu())
     }
 }
 
 impl Module for Block {
     fn forward(&self, input: &Tensor) -> Tensor {
-        let x = input + self.attend(&self.first_norm.forward(input));
-        &x + self.narrow.forward(&self.widen.forward(&self.second_norm.forward(&x)).gelu())
+        self.with_attention(input, |[queries, keys, values]| queries.attention(keys, values, true))
     }
 
     fn parts(&self) -> Parts<'_> {

@@ -1,7 +1,10 @@
 //! Options of a command line: `--name value` or `--name=value`. All examples have `--steps`, `--seed`, `--out`,
-//! `--save`, `--save-dtype`, `--device` and `--help`; some have options of their own, whose values are text.
+//! `--save`, `--save-dtype`, `--precision`, `--device` and `--help`; some have options of their own, whose values are
+//! text.
 
 use std::path::PathBuf;
+
+use tensor_wasm_tensor::DType;
 
 /// An example, as `--help` describes it.
 pub(crate) struct Command {
@@ -25,6 +28,8 @@ pub(crate) struct Options {
     pub seed: u64,
     /// Where files are written.
     pub out: PathBuf,
+    /// What products are computed in while training.
+    pub precision: DType,
     given: Vec<(&'static str, String)>,
 }
 
@@ -34,13 +39,14 @@ pub(crate) enum Parsed {
     Help,
 }
 
-const COMMON: [Flag; 6] = [
+const COMMON: [Flag; 7] = [
     Flag { name: "steps", value: "N", about: "steps of training" },
     Flag { name: "seed", value: "N", about: "seed of everything that is random (1)" },
     Flag { name: "out", value: "DIR", about: "where files are written (target/examples-out)" },
     Flag { name: "save", value: "FILE", about: "where the trained model is written, as safetensors" },
     Flag { name: "save-dtype", value: "NAME", about: "what its numbers are written as, f32, f16 or bf16 (f32)" },
-    Flag { name: "device", value: "NAME", about: "cpu, cuda or cuda:N; a GPU needs --features cuda (cpu)" },
+    Flag { name: "precision", value: "TYPE", about: "of products: f32, bf16 or f16 (f32)" },
+    Flag { name: "device", value: "NAME", about: "cpu, cuda, cuda:N or auto; a GPU needs --features cuda (cpu)" },
 ];
 
 impl Options {
@@ -86,11 +92,16 @@ impl Command {
             }
             given.push((flag.name, value));
         }
-        let mut options = Options { steps: self.steps, seed: 1, out: PathBuf::from("target/examples-out"), given };
+        let out = PathBuf::from("target/examples-out");
+        let mut options = Options { steps: self.steps, seed: 1, out, precision: DType::F32, given };
         options.steps = options.number("steps", options.steps)?;
         options.seed = options.number("seed", options.seed)?;
         if options.steps == 0 {
             return Err("--steps is at least 1".to_owned());
+        }
+        if let Some(name) = options.get("precision") {
+            let known = [DType::F32, DType::BF16, DType::F16].into_iter().find(|dtype| dtype.name() == name);
+            options.precision = known.ok_or_else(|| format!("--precision takes f32, bf16 or f16, not {name:?}"))?;
         }
         if let Some(out) = options.get("out") {
             options.out = PathBuf::from(out);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use tensor_wasm_tensor::nn::Schedule;
-use tensor_wasm_tensor::{Optimizer, Tensor, Variable, clip_grad_norm, plans_made};
+use tensor_wasm_tensor::{DType, GradScaler, Optimizer, Tensor, Variable, autocast, clip_grad_norm, plans_made};
 
 use super::Outcome;
 use super::chart::{Chart, Look, Series};
@@ -24,6 +24,8 @@ pub(crate) struct Training<'t> {
     pub schedule: Schedule,
     /// The longest that gradients may be together.
     pub norm_max: Option<f64>,
+    /// What products are computed in; losses are scaled for `f16`.
+    pub precision: DType,
     /// Whether anything is printed.
     pub is_shown: bool,
 }
@@ -59,6 +61,7 @@ impl Training<'_> {
         judge: impl Fn() -> Outcome<Score>,
     ) -> Outcome<History> {
         let bar = self.bar(steps);
+        let mut scaler = (self.precision == DType::F16).then(GradScaler::new);
         let mut history =
             History { losses: Vec::new(), scores: vec![(0, judge()?)], elapsed: Duration::ZERO, later_plans: 0 };
         if self.is_shown {
@@ -68,12 +71,21 @@ impl Training<'_> {
             let begun = Instant::now();
             let plans = plans_made();
             optimizer.set_learning_rate(self.schedule.rate(step));
-            let loss = loss(step)?;
-            loss.backward()?;
+            let loss = autocast(self.precision, || loss(step))?;
+            match &mut scaler {
+                Some(scaler) => {
+                    scaler.scale(&loss).backward()?;
+                    scaler.unscale(optimizer)?;
+                }
+                None => loss.backward()?,
+            }
             if let Some(most) = self.norm_max {
                 clip_grad_norm(parameters, most)?;
             }
-            optimizer.step()?;
+            match &mut scaler {
+                Some(scaler) => scaler.step(optimizer)?,
+                None => optimizer.step()?,
+            }
             let value = f64::from(loss.item::<f32>()?);
             if !value.is_finite() {
                 return Err(format!("step {step}: the loss is {value}").into());

@@ -28,6 +28,8 @@ impl CpuKernels {
 pub(super) struct Buffers<'r> {
     leaves: &'r [Value],
     slots: Vec<Option<Arc<Storage>>>,
+    /// Memory of slots that are still to be filled, where all of it has to be there before the first step.
+    reserved: Vec<Option<Arc<Storage>>>,
 }
 
 impl Buffers<'_> {
@@ -39,12 +41,27 @@ impl Buffers<'_> {
         found.ok_or_else(|| ErrorKind::Bug { why: format!("{source:?} is not there") })
     }
 
+    /// Asks for the memory of all slots that take over no other.
+    fn reserve(&mut self, plan: &Plan) -> Result<(), (usize, ErrorKind)> {
+        self.reserved = plan.slots.iter().map(|_| None).collect();
+        for step in &plan.steps {
+            let Step::Map(kernel) = step else { continue };
+            for ((_, slot), _) in kernel.stores.iter().zip(&kernel.in_place).filter(|(_, load)| load.is_none()) {
+                self.reserved[*slot] = Some(allocate(&plan.slots[*slot]).map_err(|what| (step.node(), what))?);
+            }
+        }
+        Ok(())
+    }
+
     /// Where a kernel's results go: into new buffers, or into those that it takes over.
-    fn results(&self, plan: &Plan, kernel: &MapKernel) -> Result<Vec<Arc<Storage>>, ErrorKind> {
+    fn results(&mut self, plan: &Plan, kernel: &MapKernel) -> Result<Vec<Arc<Storage>>, ErrorKind> {
         let result = |(store, (_, slot)): (usize, &(usize, usize))| match kernel.in_place.get(store).copied().flatten()
         {
             Some(load) => self.storage(kernel.loads[load].source).cloned(),
-            None => allocate(&plan.slots[*slot]),
+            None => match self.reserved.get_mut(*slot).and_then(Option::take) {
+                Some(reserved) => Ok(reserved),
+                None => allocate(&plan.slots[*slot]),
+            },
         };
         kernel.stores.iter().enumerate().map(result).collect()
     }
@@ -75,7 +92,7 @@ impl Buffers<'_> {
 fn allocate(slot: &Slot) -> Result<Arc<Storage>, ErrorKind> {
     let bytes = slot.shape.numel() * slot.dtype.size();
     CpuBuffer::uninitialized(bytes)
-        .map(|buffer| Arc::new(Storage::of_cpu(buffer)))
+        .map(|buffer| Arc::new(Storage::of_cpu(buffer).computed()))
         .ok_or(ErrorKind::OutOfMemory { bytes })
 }
 
@@ -87,7 +104,10 @@ pub(crate) fn execute(
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let CompiledPlan { plan, kernels, .. } = compiled;
     let kernels = kernels.get_or_init(|| CpuKernels::compile(plan));
-    let mut buffers = Buffers { leaves, slots: plan.slots.iter().map(|_| None).collect() };
+    let mut buffers = Buffers { leaves, slots: plan.slots.iter().map(|_| None).collect(), reserved: Vec::new() };
+    if plan.takes_leaves {
+        buffers.reserve(plan)?;
+    }
     for (n, step) in plan.steps.iter().enumerate() {
         let failed = |what: ErrorKind| (step.node(), what);
         if n > 0 {

@@ -173,7 +173,8 @@ impl<T> Drop for RawElements<T> {
     }
 }
 
-// SAFETY: a buffer is written by its maker, who waits for the threads that help, and only read once others have it.
+// SAFETY: a buffer is written by its maker, who waits for the threads that help, and only read once others have it. It
+// is written again only when nobody has it any more (`Node::sole_storage`).
 unsafe impl Send for CpuBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for CpuBuffer {}
@@ -242,6 +243,11 @@ impl CpuBuffer {
         }
         let charge = Charge::take(part.len())?;
         Some(CpuBuffer { start, bytes: part.len(), owner: Owner::Other(Box::new(file.clone())), charge })
+    }
+
+    /// Whether its memory is this library's own, and not a file or something that somebody gave.
+    pub(crate) fn is_own(&self) -> bool {
+        matches!(self.owner, Owner::Cache { .. })
     }
 
     pub(crate) fn bytes(&self) -> usize {

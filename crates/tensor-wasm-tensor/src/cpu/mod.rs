@@ -1,5 +1,6 @@
 //! The CPU as a device: memory, threads, and kernels that run fused expressions tile by tile in the first-level cache.
 
+mod affine;
 mod blas;
 mod contract;
 pub(crate) mod execute;

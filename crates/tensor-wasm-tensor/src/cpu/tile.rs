@@ -9,13 +9,14 @@
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
 
+use super::affine::{AffineOp, Around, affine};
 use super::math::{self, Float};
 use crate::dtype::DType;
 use crate::graph::op::{BinaryOp, ReduceOp, UnaryOp};
 
 /// Sums that are kept side by side: four of the widest vectors, as many as hide the latency of an addition. With half
 /// of them the compiler unrolls the loop over lanes before it makes vectors of it, and sums take twice as long.
-const LANES: usize = 64;
+pub(super) const LANES: usize = 64;
 
 /// What elements are computed as. Half precision is computed in single precision, truth in bytes of 0 and 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,9 +54,8 @@ pub(crate) enum TileOp {
     Binary(BinaryOp, Class),
     /// The same with floats, of which one operand is a single element.
     BinaryWith(BinaryOp, Class, Side),
-    /// A sum or difference of floats, of which one operand is multiplied first: `a` by the single element `c`. It is
-    /// rounded twice, as if there were two operations.
-    Scaled(BinaryOp, Class, Side),
+    /// An operation on floats and the numbers around it, which are where `c` is. The result may be where an operand is.
+    Affine(AffineOp, Class, Around),
     Where(Class),
     /// From one type to another, as they are computed.
     Cast(DType, DType),
@@ -90,12 +90,14 @@ impl TileOp {
                 BinaryOp::Rem | BinaryOp::Pow => 40,
                 _ => 1,
             },
+            TileOp::Affine(AffineOp::Div | AffineOp::Sqrt, ..) => 5,
+            TileOp::Affine(..) => 2,
             _ => 1,
         }
     }
 }
 
-/// Which of two operands is meant: the one that is a single element, or the one that is multiplied first.
+/// Which of two operands is a single element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
     Left,
@@ -121,7 +123,7 @@ pub(crate) type IsDefined = bool;
 /// # Safety
 ///
 /// Operands are readable and the result is writable for as many elements as the operation has, of the sizes of their
-/// classes, and the result overlaps no operand.
+/// classes, and the result overlaps no operand (but for [`TileOp::Affine`], whose result may be where one is).
 pub(crate) unsafe fn run(op: TileOp, args: &TileArgs) -> IsDefined {
     // SAFETY: the caller's promise, and the instructions are there.
     unsafe { (CHOSEN.0)(op, args) }
@@ -208,10 +210,10 @@ unsafe fn run_any(op: TileOp, args: &TileArgs) -> IsDefined {
                 Class::F64 => float_binary_with::<f64>(op, single, args),
                 _ => debug_assert!(false, "single elements are for floats"),
             },
-            TileOp::Scaled(op, class, scaled) => match class {
-                Class::F32 => float_scaled::<f32>(op, scaled, args),
-                Class::F64 => float_scaled::<f64>(op, scaled, args),
-                _ => debug_assert!(false, "scaled operands are for floats"),
+            TileOp::Affine(op, class, around) => match class {
+                Class::F32 => affine::<f32>(op, around, args),
+                Class::F64 => affine::<f64>(op, around, args),
+                _ => debug_assert!(false, "numbers around an operation are for floats"),
             },
             TileOp::Where(class) => match class.size() {
                 1 => choose_by::<u8>(args),
@@ -392,7 +394,7 @@ unsafe fn repeat<T: Copy>(args: &TileArgs) {
 }
 
 /// Numbers that can be summed up.
-trait Number: Copy + Default + PartialOrd {
+pub(super) trait Number: Copy + Default + PartialOrd {
     const ONE: Self;
     const LEAST: Self;
     const MOST: Self;
@@ -475,7 +477,7 @@ macro_rules! floats {
 
 floats! { f32 f64 }
 
-trait FloatNumber: Number + Float {
+pub(super) trait FloatNumber: Number + Float {
     fn unary(self, op: UnaryOp) -> Self;
     fn over(self, other: Self) -> Self;
     fn minus(self, other: Self) -> Self;
@@ -633,19 +635,6 @@ unsafe fn float_binary_with<T: FloatNumber>(op: BinaryOp, single: Side, args: &T
             BinaryOp::Le => map2_with::<T, u8>(args, single, |a, b| u8::from(a <= b)),
             // As `takes_single` says.
             BinaryOp::Rem | BinaryOp::Pow | BinaryOp::And | BinaryOp::Or => {}
-        }
-    }
-}
-
-#[inline(always)]
-unsafe fn float_scaled<T: FloatNumber>(op: BinaryOp, scaled: Side, args: &TileArgs) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let by = args.c.cast::<T>().read();
-        match (op, scaled) {
-            (BinaryOp::Add, _) => map2::<T, T>(args, |a, b| a.times(by).plus(b)),
-            (_, Side::Left) => map2::<T, T>(args, |a, b| a.times(by).minus(b)),
-            (_, Side::Right) => map2::<T, T>(args, |a, b| b.minus(a.times(by))),
         }
     }
 }

@@ -173,11 +173,11 @@ impl PlanState {
         if let Some(pending) = self.send(&inputs, &outputs, before).map_err(at_end)? {
             outputs.iter_mut().for_each(|output| output.pending = pending.clone());
         }
-        if self.lowered.may_fail {
+        if !self.lowered.check.is_passed(leaves) {
             self.check(plan)?;
         }
         let storages: Vec<Arc<Storage>> =
-            outputs.into_iter().map(|output| Arc::new(Storage::of_cuda(Arc::new(output)))).collect();
+            outputs.into_iter().map(|output| Arc::new(Storage::of_cuda(Arc::new(output)).computed())).collect();
         let value = |view: &BufferView| {
             let storage = match view.source {
                 Source::Leaf(leaf) => leaves.get(leaf).map(|leaf| leaf.storage.clone()),

@@ -123,6 +123,11 @@ pub(super) fn times(b: &mut KernelBuilder, value: Value, by: isize) -> Built<Val
     b.binary(B::I32Mul, value, by)
 }
 
+/// The same for numbers that have no sign: of items, of bytes.
+pub(super) fn scaled(b: &mut KernelBuilder, value: Value, by: u32) -> Built<Value> {
+    times(b, value, (by as usize).cast_signed())
+}
+
 /// The sum of places that may not be there, and a number.
 pub(super) fn sum(b: &mut KernelBuilder, places: &[Option<Value>], offset: isize) -> Built<Value> {
     let mut whole = None;

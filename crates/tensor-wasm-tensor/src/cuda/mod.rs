@@ -1,31 +1,37 @@
 //! CUDA as a device. Fused kernels are built with the kernel compiler's own operations and compiled by it without a
 //! fence: every access is inside by how the kernel is made (`map/mod.rs`, `special.rs`, with `index.rs` and
-//! `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), and those of half
-//! precision as they are (`halves.rs`). A plan becomes a list of launches over one block of memory (`plan.rs`), sent
-//! together and replayed as a graph from its second run on (`execute.rs`).
+//! `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), or else on
+//! tensor cores (`matrix/mod.rs`, with `tile.rs`), and those of half precision as they are (`halves.rs`). A plan
+//! becomes a list of launches over one block of memory (`plan.rs`), sent together and replayed as a graph from its
+//! second run on (`execute.rs`).
 
+mod attention;
 pub(crate) mod execute;
 mod halves;
 mod index;
 mod map;
+mod matrix;
 mod numbers;
 pub(crate) mod plan;
 mod product;
 mod special;
 #[cfg(test)]
 pub(crate) mod tests;
+mod tile;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{
-    Buffer, Completion, Device, DeviceChoice, DeviceError, OpenOptions, Stream, Tenant, TenantLimits,
+    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, Stream, Tenant, TenantLimits,
 };
+use tensor_wasm_jit::Target;
 
 use crate::cpu::memory::CpuBuffer;
 use crate::error::ErrorKind;
+use crate::graph::Node;
 
 /// Jobs that may wait for the device: whoever is ahead of it by more waits.
 const JOBS_MAX: usize = 1_024;
@@ -45,6 +51,9 @@ pub fn set_tf32(is_allowed: bool) {
 fn is_tf32() -> bool {
     IS_TF32.load(Ordering::Relaxed)
 }
+
+/// Devices that are open, by their numbers: whoever opens one again shares it, and what lies on it.
+static OPENED: Mutex<Vec<(u32, Weak<Opened>)>> = Mutex::new(Vec::new());
 
 /// A GPU that tensors are computed on. Cloning shares it.
 #[derive(Clone)]
@@ -74,11 +83,20 @@ impl std::fmt::Debug for CudaDevice {
 impl CudaDevice {
     /// Opens a GPU by its number, with its worker as a thread of this process.
     pub(crate) fn open(number: u32) -> Result<CudaDevice, ErrorKind> {
+        // Held meanwhile: of two who ask at once, one opens it.
+        let mut opened = OPENED.lock();
+        opened.retain(|(_, device)| device.strong_count() > 0);
+        let known = opened.iter().find(|(own, _)| *own == number).and_then(|(_, device)| device.upgrade());
+        if let Some(known) = known {
+            return Ok(CudaDevice(known));
+        }
         let name = format!("cuda:{number}");
         let options = OpenOptions { choice: DeviceChoice::Cuda(number), ..OpenOptions::default() };
         let no_device = |why: String| ErrorKind::NoDevice { name: name.clone(), why };
         let device = Device::open(&options).map_err(|why| no_device(why.to_string()))?;
-        CudaDevice::of(device, &name)
+        let device = CudaDevice::of(device, &name)?;
+        opened.push((number, Arc::downgrade(&device.0)));
+        Ok(device)
     }
 
     /// A device that is open already, as a tenant of its own that may have all of its memory.
@@ -141,6 +159,13 @@ impl CudaDevice {
         format!("{}, {}", self.0.name, self.stream().device().info().name)
     }
 
+    /// What its kernels may use. Where it is a CPU they are emulated, which has no more shared
+    /// memory than every device.
+    fn target(&self) -> Target {
+        let info = self.stream().device().info();
+        if info.kind == DeviceKind::Cpu { Target::Ampere } else { Target::of(info.compute_capability) }
+    }
+
     /// Counts the workers that the device has had: what one had is gone with it.
     fn worker(&self) -> u32 {
         self.stream().device().restarts()
@@ -159,6 +184,13 @@ impl CudaDevice {
             }
         }
     }
+}
+
+/// Whether a device computes attention over queries, keys and values as one kernel.
+pub(crate) fn has_attention(device: &CudaDevice, operands: &[Arc<Node>]) -> bool {
+    let [queries, _, values] = operands else { return false };
+    let widths = [queries, values].map(|node| node.shape.last().copied().unwrap_or(0));
+    attention::is_possible(device.target(), queries.dtype, widths)
 }
 
 fn failed(error: &DeviceError) -> ErrorKind {
@@ -249,12 +281,27 @@ impl CudaBuffer {
         &self.device
     }
 
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Waits until its elements are computed.
+    pub(crate) fn wait(&self) -> Result<(), ErrorKind> {
+        self.pending.wait()
+    }
+
     /// Copies elements to the device.
     pub(crate) fn write(device: &CudaDevice, from: &CpuBuffer) -> Result<CudaBuffer, ErrorKind> {
         let made = CudaBuffer::new(device, from.bytes())?;
-        if made.bytes > 0 {
-            device.when_possible(|stream| stream.write_blocking(made.buffer.handle(), 0, from.as_bytes()))?;
+        if made.bytes == 0 {
+            return Ok(made);
         }
+        // A few bytes travel with their job, and nobody waits: the labels of a step, a token.
+        if made.bytes <= Stream::SMALL_BYTES_MAX {
+            let sent = device.when_possible(|stream| stream.write_small(made.buffer.handle(), 0, from.as_bytes()))?;
+            return Ok(CudaBuffer { pending: Pending::new(sent, Vec::new()), ..made });
+        }
+        device.when_possible(|stream| stream.write_blocking(made.buffer.handle(), 0, from.as_bytes()))?;
         Ok(made)
     }
 

@@ -1,8 +1,8 @@
 //! Elements as a kernel computes with them: what each operation is in the compiler's own, for every type. Results are
 //! those of the CPU (`cpu/tile.rs`, `cpu/math.rs`) within the tolerance that the tests state; integers are the same.
 
-use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{BinaryOp as B, BuildError, KernelBuilder, MathFunction, UnaryOp as U, Value};
+use tensor_wasm_jit::{HalfType, Target, Ty};
 
 pub(super) use crate::cpu::Class;
 use crate::cpu::{ERF_LARGE, ERF_SMALL};
@@ -41,6 +41,15 @@ impl Registers for Class {
 
     fn is_float(&self) -> bool {
         matches!(self, Class::F32 | Class::F64)
+    }
+}
+
+/// A type of half precision as the compiler calls it.
+pub(super) fn half_type(dtype: DType) -> Option<HalfType> {
+    match dtype {
+        DType::F16 => Some(HalfType::F16),
+        DType::BF16 => Some(HalfType::BF16),
+        DType::Bool | DType::U8 | DType::I32 | DType::I64 | DType::F32 | DType::F64 => None,
     }
 }
 
@@ -216,6 +225,38 @@ impl Numbers<'_> {
         }
     }
 
+    /// `e^x` of single precision whose result is kept in half precision: by the device's own power of two. What is lost
+    /// is at most 2 ulp of single precision and a rounding of the exponent, 2^-17 of the result where that is not zero.
+    pub(super) fn exp_to_half(&mut self, x: Value) -> Built<Value> {
+        let scale = self.b.f32(std::f32::consts::LOG2_E)?;
+        let power = self.mul(Class::F32, x, scale)?;
+        self.b.exp2_approximate(power)
+    }
+
+    /// The error function where the result is kept in half precision: one less a power of two, whose exponent is a
+    /// polynomial. Its relative error is below 1e-4, and so is that of its complement.
+    pub(super) fn erf_to_half(&mut self, x: Value) -> Built<Value> {
+        // Of -log2(erfc(z)) / z, for z up to 4; beyond, one is nearer than half precision can tell.
+        const EXPONENT: [f32; 6] =
+            [1.627_776_5, 0.919_320_5, 0.148_100_38, -0.030_368_954, 0.003_810_133_6, -0.000_213_613_98];
+        let (size, four) = (self.abs(Class::F32, x)?, self.b.f32(4.0)?);
+        let is_beyond = self.lt(Class::F32, four, size)?;
+        let near = self.b.select(is_beyond, four, size)?;
+        let exponent = self.polynomial(near, &EXPONENT)?;
+        let exponent = self.mul(Class::F32, exponent, near)?;
+        let exponent = self.un(U::F32Neg, exponent)?;
+        let rest = self.b.exp2_approximate(exponent)?;
+        let one = self.b.f32(1.0)?;
+        let large = self.sub(Class::F32, one, rest)?;
+        let large = self.bin(B::F32Copysign, large, x)?;
+        // What is left of a small one is a straight line.
+        let (end, slope) = (self.b.f32(1.0 / 256.0)?, self.b.f32(std::f32::consts::FRAC_2_SQRT_PI)?);
+        let (is_small, small) = (self.lt(Class::F32, size, end)?, self.mul(Class::F32, x, slope)?);
+        let found = self.b.select(is_small, small, large)?;
+        let is_nan = self.is_nan(Class::F32, x)?;
+        self.b.select(is_nan, x, found)
+    }
+
     /// `e^x - 1`: what is lost by the subtraction is made good by what the logarithm says the exponential was of.
     fn expm1(&mut self, class: Class, x: Value) -> Built<Value> {
         let (one, infinity) = (self.number(class, 1.0)?, self.number(class, f64::INFINITY)?);
@@ -362,6 +403,7 @@ impl Numbers<'_> {
 
     pub(super) fn larger(&mut self, class: Class, a: Value, b: Value) -> Built<Value> {
         match class {
+            Class::F32 if self.b.target() >= Target::Ampere => self.b.max_single(a, b),
             Class::F32 => self.bin(B::F32Max, a, b),
             Class::F64 => self.bin(B::F64Max, a, b),
             Class::U8 | Class::I32 | Class::I64 => {
@@ -560,27 +602,15 @@ impl Numbers<'_> {
             let bits = self.bin(B::I32Shl, bits, shift)?;
             return self.un(U::F32ReinterpretI32, bits);
         }
-        // The exponent is moved by a multiplication, which is exact and does subnormal numbers too.
-        let (size_mask, shift, special) = (self.int(0x7fff)?, self.int(13)?, self.int(0x7c00)?);
-        let size = self.bin(B::I32And, bits, size_mask)?;
-        let moved = self.bin(B::I32Shl, size, shift)?;
-        let moved = self.un(U::F32ReinterpretI32, moved)?;
-        let scale = self.b.f32(f32::from_bits((254 - 15) << 23))?;
-        let scaled = self.mul(Class::F32, moved, scale)?;
-        let scaled = self.un(U::I32ReinterpretF32, scaled)?;
-        let exponent = self.int(0x7f80_0000)?;
-        let infinite = self.bin(B::I32Or, scaled, exponent)?;
-        let is_special = self.bin(B::I32GeU, size, special)?;
-        let size = self.b.select(is_special, infinite, scaled)?;
-        let (sign_mask, up) = (self.int(0x8000)?, self.int(16)?);
-        let sign = self.bin(B::I32And, bits, sign_mask)?;
-        let sign = self.bin(B::I32Shl, sign, up)?;
-        let whole = self.bin(B::I32Or, size, sign)?;
-        self.un(U::F32ReinterpretI32, whole)
+        self.b.unpack_half(HalfType::F16, bits, false)
     }
 
     /// To the nearest, ties to even; in the lower half of an integer whose upper half is zero.
     pub(super) fn single_to_half(&mut self, dtype: DType, x: Value) -> Built<Value> {
+        if let Some(half) = half_type(dtype).filter(|_| self.b.target() >= Target::Ampere) {
+            let zero = self.b.f32(0.0)?;
+            return self.b.pack_halves(half, x, zero);
+        }
         let is_nan = self.is_nan(Class::F32, x)?;
         let bits = self.un(U::I32ReinterpretF32, x)?;
         let (one, sixteen) = (self.int(1)?, self.int(16)?);

@@ -2,13 +2,16 @@
 //! plan are parts of one block, which they share as their lives allow.
 
 use tensor_wasm_gpu::{Grid, Kernel, Product, ProductElement, block_on};
+use tensor_wasm_jit::Target;
 
 use super::halves::HalvedPlan;
 use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program};
-use super::{CudaDevice, map, product, special};
+use super::{CudaDevice, map, matrix, product, special};
+use crate::dtype::DType;
 use crate::error::ErrorKind;
+use crate::graph::Value;
 use crate::graph::op::{BinaryOp, Op};
-use crate::schedule::plan::{BufferView, MapKernel, Plan, Source, Step, ValueKind};
+use crate::schedule::plan::{BufferView, MapKernel, Plan, Source, SpecialKernel, Step, ValueKind};
 
 /// Parts of a block begin at multiples of this.
 const ALIGN: u64 = 256;
@@ -49,8 +52,84 @@ pub(super) struct CudaPlan {
     pub block_bytes: u64,
     /// The slots that are outputs, and their bytes.
     pub outputs: Vec<(usize, usize)>,
-    /// Whether something may turn out not to be computable.
-    pub may_fail: bool,
+    /// What tells whether everything could be computed.
+    pub check: Check,
+}
+
+/// What has to be looked at to know that a plan could be computed: elements decide it.
+pub(super) enum Check {
+    /// Flags that kernels write, after they have run. Whoever looks waits for them.
+    Flags,
+    /// Indices among the leaves, and the sizes of the axes that they are for. Where the host has them too, they are
+    /// looked at there, and nobody waits. There may be none.
+    Indices(Vec<(BufferView, usize)>),
+}
+
+/// Indices that the host looks at: some microseconds, as much as a round trip takes.
+const INDICES_MAX: usize = 8192;
+
+impl Check {
+    fn of(halved: &HalvedPlan) -> Check {
+        let mut indices = Vec::new();
+        for (n, step) in halved.steps.iter().enumerate() {
+            let Some(step) = step else { continue };
+            if divides(step) {
+                return Check::Flags;
+            }
+            let Step::Special(kernel) = step else { continue };
+            let (size, view) = match (&kernel.op, &kernel.inputs[..]) {
+                (Op::Gather { axis }, [from, index]) => (from.layout.shape[*axis], index),
+                (Op::ScatterAdd { size, .. }, [_, index]) => (*size, index),
+                _ => continue,
+            };
+            match view.source {
+                Source::Leaf(_) => indices.push((*view, size)),
+                Source::Slot(slot) if is_extreme(&halved.steps[..n], slot, size) => {}
+                Source::Slot(_) => return Check::Flags,
+            }
+        }
+        Check::Indices(indices)
+    }
+
+    /// Whether everything can be computed, as far as the host can tell.
+    pub(super) fn is_passed(&self, leaves: &[Value]) -> bool {
+        match self {
+            Check::Flags => false,
+            Check::Indices(indices) => {
+                indices.iter().all(|(view, size)| is_inside(view, *size, leaves).unwrap_or(false))
+            }
+        }
+    }
+}
+
+/// Whether a slot has places of extremes along an axis that is no longer than so much.
+fn is_extreme(before: &[Option<Step>], slot: usize, size: usize) -> bool {
+    before.iter().flatten().any(|step| match step {
+        Step::Special(kernel) if kernel.slot == slot => match (&kernel.op, &kernel.inputs[..]) {
+            (Op::ArgReduce { axis, .. }, [from]) => from.layout.shape[*axis] <= size,
+            _ => false,
+        },
+        _ => false,
+    })
+}
+
+/// Whether all indices of a leaf are those of an axis, if the host has them and they are few.
+fn is_inside(view: &BufferView, size: usize, leaves: &[Value]) -> Option<bool> {
+    let Source::Leaf(leaf) = view.source else { return None };
+    let buffer = leaves.get(leaf)?.storage.here()?;
+    // Those that are repeated are looked at once.
+    let repeated = (0..view.layout.shape.rank()).filter(|axis| view.layout.strides()[*axis] == 0);
+    let layout = repeated.fold(view.layout, |layout, axis| {
+        let len = layout.shape[axis].min(1);
+        layout.slice(axis, 0, 1, len)
+    });
+    if layout.shape.numel() > INDICES_MAX {
+        return None;
+    }
+    let size = i64::try_from(size).ok()?;
+    let mut is_inside = true;
+    layout.for_each_position(|position| is_inside &= (-size..size).contains(&buffer.at(view.dtype, position).1));
+    Some(is_inside)
 }
 
 impl CudaPlan {
@@ -64,7 +143,9 @@ impl CudaPlan {
             };
             let at_node = |what: ErrorKind| (step.node(), what);
             check_sizes(step).map_err(at_node)?;
-            steps.push(lower(step, by_library(device, &halved, n).ok()).map_err(at_node)?);
+            let by_library = by_library(device, &halved, n).ok();
+            let is_needed = is_product_needed(&halved, n);
+            steps.push(lower(step, by_library, is_needed, device.target()).map_err(at_node)?);
         }
         let places = Places::of(plan, &halved, &steps);
         let mut launches = Vec::new();
@@ -74,8 +155,8 @@ impl CudaPlan {
                 launches.push(launch);
             }
         }
-        let may_fail = halved.steps.iter().flatten().any(may_fail);
-        Ok(CudaPlan { launches, block_bytes: places.bytes, outputs: places.outputs, may_fail })
+        let check = Check::of(&halved);
+        Ok(CudaPlan { launches, block_bytes: places.bytes, outputs: places.outputs, check })
     }
 
     /// What a failure says that a kernel wrote down.
@@ -102,24 +183,68 @@ impl CudaPlan {
     }
 }
 
+/// Whether what a step computes, before what follows it, is read by anybody else.
+fn is_product_needed(plan: &HalvedPlan, step: usize) -> bool {
+    match &plan.steps[step] {
+        Some(Step::Special(kernel)) => plan.last_steps[kernel.slot] != Some(step),
+        Some(Step::Map(_)) | None => false,
+    }
+}
+
 /// A product as the device's library does it, if it has an algorithm for it, and room to work in; or why not.
 fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<LoweredKernel, String> {
     let Some(Step::Special(kernel)) = &plan.steps[step] else { return Err("it is fused".to_owned()) };
-    let is_product_needed = plan.last_steps[kernel.slot] != Some(step);
-    let lowered = product::of(kernel, is_product_needed).ok_or("a library has none of this type or layout")?;
+    let lowered =
+        product::of(kernel, is_product_needed(plan, step)).ok_or("a library has none of this type or layout")?;
+    let covers = |product: &Program| matches!(product, Program::Product(product) if product.has_bias);
+    if kernel.epilogue.is_some() && !covers(&lowered.program) && matrix::is_quick(kernel, device.target()) {
+        return Err("it is as quick, and computes what follows on the way".to_owned());
+    }
     let made = device.workspace().and_then(|_| load_program(device, &lowered.program));
     made.map(|_| lowered).map_err(|why| why.to_string())
 }
 
-/// By what a step that is a product is computed, for people.
-pub(crate) fn product_by(device: &CudaDevice, plan: &Plan, step: usize) -> String {
-    let halved = HalvedPlan::of(plan);
-    let dtype = match &halved.steps[step] {
-        Some(Step::Special(kernel)) if kernel.dtype.size() == 2 => format!(" in {}", kernel.dtype),
-        _ => String::new(),
+/// What became of a step, for people.
+pub(crate) struct ExplainedStep {
+    /// By what a product is computed.
+    pub by: Option<String>,
+    /// Each launch: groups and items of a kernel of our own, or whose it is.
+    pub launches: Vec<String>,
+}
+
+/// What becomes of each step of a plan, for people.
+pub(crate) fn explain(device: &CudaDevice, plan: &Plan) -> Vec<ExplainedStep> {
+    let (halved, target) = (HalvedPlan::of(plan), device.target());
+    let launch = |kernel: &LoweredKernel| match kernel.program {
+        Program::Built(_) => format!("{}×{}", kernel.groups, kernel.items),
+        Program::Product(_) => "cuBLASLt".to_owned(),
     };
-    match by_library(device, &halved, step) {
-        Ok(lowered) => match lowered.program {
+    let explained = |n: usize| {
+        // Casts around a product that takes halves as they are, and what a device cannot do, are no launches.
+        let Some(step) = &halved.steps[n] else { return ExplainedStep { by: None, launches: Vec::new() } };
+        let library = by_library(device, &halved, n);
+        let by = match step {
+            Step::Special(SpecialKernel { op: Op::Attention { .. }, dtype, .. }) => {
+                Some(format!("own kernel on tensor cores in {dtype}, no score in memory"))
+            }
+            Step::Special(kernel) if matches!(kernel.op, Op::Matmul) => {
+                let own = matrix::lower(kernel, is_product_needed(&halved, n), target).map(drop);
+                Some(product_by(kernel, &library, own))
+            }
+            _ => None,
+        };
+        let lowered = lower(step, library.ok(), is_product_needed(&halved, n), target);
+        let launches = lowered.map(|lowered| lowered.kernels.iter().map(launch).collect());
+        ExplainedStep { by, launches: launches.unwrap_or_default() }
+    };
+    (0..plan.steps.len()).map(explained).collect()
+}
+
+/// The library, or why not; then a kernel of our own, on tensor cores or why not.
+fn product_by(kernel: &SpecialKernel, library: &Result<LoweredKernel, String>, own: Result<(), &str>) -> String {
+    let dtype = if kernel.dtype.size() == 2 { format!(" in {}", kernel.dtype) } else { String::new() };
+    match library {
+        Ok(lowered) => match &lowered.program {
             Program::Product(product) => {
                 let tf32 = if product.element == ProductElement::Tf32 { " in tf32" } else { "" };
                 let bias = if product.has_bias { ", with the bias" } else { "" };
@@ -127,14 +252,27 @@ pub(crate) fn product_by(device: &CudaDevice, plan: &Plan, step: usize) -> Strin
             }
             Program::Built(_) => "own kernel".to_owned(),
         },
-        Err(why) => format!("own kernel{dtype}: {why}"),
+        Err(why) => {
+            let is_tf32 = kernel.dtype == DType::F32 && super::is_tf32();
+            match own {
+                Ok(()) if is_tf32 => format!("own kernel on tensor cores in tf32: {why}"),
+                Ok(()) if kernel.dtype == DType::F32 => format!("own kernel: {why}"),
+                Ok(()) => format!("own kernel on tensor cores{dtype}: {why}"),
+                Err(no_cores) => format!("own kernel{dtype}: {why}; {no_cores}"),
+            }
+        }
     }
 }
 
-fn lower(step: &Step, by_library: Option<LoweredKernel>) -> Result<LoweredStep, ErrorKind> {
+fn lower(
+    step: &Step,
+    by_library: Option<LoweredKernel>,
+    is_product_needed: bool,
+    target: Target,
+) -> Result<LoweredStep, ErrorKind> {
     let bug = |error: tensor_wasm_jit::build::BuildError| ErrorKind::Bug { why: format!("a kernel: {error}") };
     match step {
-        Step::Map(kernel) => map::lower(kernel).map_err(bug),
+        Step::Map(kernel) => map::lower(kernel, target).map_err(bug),
         Step::Special(kernel) => {
             let mut is_all = false;
             let mut lowered = match by_library {
@@ -142,10 +280,16 @@ fn lower(step: &Step, by_library: Option<LoweredKernel>) -> Result<LoweredStep, 
                     is_all = matches!(&product.program, Program::Product(product) if product.has_bias);
                     LoweredStep { kernels: vec![product], scratch_bytes: Vec::new() }
                 }
-                None => special::lower(kernel).map_err(bug)?,
+                None => match matrix::lower(kernel, is_product_needed, target) {
+                    Ok(lowered) => {
+                        is_all = true;
+                        lowered.map_err(bug)?
+                    }
+                    Err(_) => special::lower(kernel).map_err(bug)?,
+                },
             };
             if let Some(after) = kernel.epilogue.as_ref().filter(|_| !is_all) {
-                let epilogue = map::lower(after).map_err(bug)?;
+                let epilogue = map::lower(after, target).map_err(bug)?;
                 let shift = lowered.scratch_bytes.len();
                 lowered.scratch_bytes.extend(epilogue.scratch_bytes);
                 lowered.kernels.extend(epilogue.kernels.into_iter().map(|kernel| kernel.with_scratch_from(shift)));
@@ -176,8 +320,8 @@ fn check_sizes(step: &Step) -> Result<(), ErrorKind> {
     Ok(())
 }
 
-/// Whether elements decide if it can be computed.
-fn may_fail(step: &Step) -> bool {
+/// Whether integers are divided: elements decide if that can be computed.
+fn divides(step: &Step) -> bool {
     let divides = |kernel: &MapKernel| {
         kernel.values.iter().any(|value| {
             matches!(value.kind, ValueKind::Binary(BinaryOp::Div | BinaryOp::Rem, ..)) && !value.dtype.is_float()
@@ -185,33 +329,32 @@ fn may_fail(step: &Step) -> bool {
     };
     match step {
         Step::Map(kernel) => divides(kernel),
-        Step::Special(kernel) => {
-            matches!(kernel.op, Op::Gather { .. } | Op::ScatterAdd { .. })
-                || kernel.epilogue.as_ref().is_some_and(divides)
-        }
+        Step::Special(kernel) => kernel.epilogue.as_ref().is_some_and(divides),
     }
 }
 
-fn load_program(device: &CudaDevice, program: &Program) -> Result<Kernel, ErrorKind> {
+/// A kernel on the device, and how much shared memory its launches ask for.
+fn load_program(device: &CudaDevice, program: &Program) -> Result<(Kernel, u32), ErrorKind> {
     let refused = |why: String| ErrorKind::Bug { why: format!("a kernel was refused: {why}") };
-    let (image, entry) = match program {
+    let (image, entry, shared_bytes) = match program {
         Program::Built(built) => {
             let image = built.compile_trusted().map_err(|refusal| refused(refusal.to_string()))?;
-            (image.ptx.into_bytes(), image.entry)
+            (image.ptx.into_bytes(), image.entry, image.dynamic_shared_bytes)
         }
-        Program::Product(product) => (product.to_image(), Product::ENTRY.to_owned()),
+        Program::Product(product) => (product.to_image(), Product::ENTRY.to_owned(), 0),
     };
-    device.when_possible(|stream| {
+    let kernel = device.when_possible(|stream| {
         block_on(async {
             let module = stream.load(&image).await?;
             stream.kernel(&module, &entry).await
         })
-    })
+    })?;
+    Ok((kernel, shared_bytes))
 }
 
 fn load(device: &CudaDevice, lowered: &LoweredKernel, places: &Places, step: usize) -> Result<CudaLaunch, ErrorKind> {
-    let kernel = load_program(device, &lowered.program)?;
-    let grid = Grid { blocks: [lowered.groups, 1, 1], threads: [lowered.items, 1, 1], shared_bytes: 0 };
+    let (kernel, shared_bytes) = load_program(device, &lowered.program)?;
+    let grid = Grid { blocks: [lowered.groups, 1, 1], threads: [lowered.items, 1, 1], shared_bytes };
     let part = |source: &Source, from: u64| match source {
         Source::Leaf(leaf) => LaunchArgument::Leaf(*leaf, from),
         Source::Slot(slot) => match places.slots[*slot] {

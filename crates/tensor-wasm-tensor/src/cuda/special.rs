@@ -2,6 +2,7 @@
 
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, UnaryOp as U, Value, Variable};
 
+use super::attention;
 use super::index::{Axes, Indices, count, small, sum, times};
 use super::map::{Argument, GROUP, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program, load_one, store_one};
 use super::numbers::{Built, Class, Numbers, Registers};
@@ -16,6 +17,7 @@ pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
         return Ok(LoweredStep::default());
     }
     let kernels = match &kernel.op {
+        Op::Attention { is_causal } => return attention::lower(kernel, *is_causal),
         Op::Matmul => vec![matmul(kernel)?],
         Op::Contract { summed } => vec![contract(kernel, *summed)?],
         Op::ArgReduce { axis, largest } => vec![arg_reduce(kernel, *axis, *largest)?],

@@ -317,7 +317,8 @@ fn products_by_the_library_are_as_on_a_cpu() {
         product_by(device, &|| of(&[4, 4]).matmul(&of(&[4, 4])) + &of(&[4]))
     };
     assert_eq!(by(&WITH_LIBRARY, DType::F32), "cuBLASLt, with the bias");
-    assert_eq!(by(&WITH_LIBRARY, DType::I32), "own kernel: a library has none of this type or layout");
+    let integers = "own kernel: a library has none of this type or layout; tensor cores do not have its type";
+    assert_eq!(by(&WITH_LIBRARY, DType::I32), integers);
     let without = by(&DEVICE, DType::F32);
     assert!(without.starts_with("own kernel: ") && without.contains("no library"), "{without}");
     let both = with_device(&WITH_LIBRARY, || {
@@ -462,4 +463,131 @@ fn a_plan_that_runs_again_is_replayed() {
     };
     let (here, there) = (run(), with_device(&DEVICE, run));
     assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
+}
+
+/// However operands lie, in whichever order tiles come, whatever follows: what one kernel on tensor cores makes of it.
+#[test]
+fn products_on_tensor_cores_are_as_on_a_cpu() {
+    for dtype in [DType::BF16, DType::F16] {
+        let of = |sizes: &[usize], seed: u64| {
+            let made = Tensor::normal(sizes, seed, DType::F32).cast(dtype);
+            made.realize().unwrap();
+            made
+        };
+        let (x, y, z) = (of(&[130, 72], 1), of(&[72, 136], 2), of(&[136, 72], 3));
+        let (bias, residual) = (of(&[136], 4), of(&[130, 136], 5));
+        let (many, one) = (of(&[2, 3, 20, 24], 6), of(&[3, 24, 16], 7));
+        let wide = of(&[140, 200], 8);
+        let (left, right) = (of(&[50, 37], 9), of(&[37, 41], 10));
+        let cases: [(&str, &dyn Fn() -> Tensor); 8] = [
+            ("plain", &|| x.matmul(&y)),
+            ("turned", &|| x.matmul(&z.t())),
+            ("bias, gelu and residual", &|| (x.matmul(&y) + &bias).gelu() + &residual),
+            ("all rows at once", &|| (many.reshape(&[6, 20, 24]).matmul(&of(&[24, 40], 11)) * 2.0).relu()),
+            ("one for all", &|| many.matmul(&one)),
+            ("parts", &|| wide.narrow(0, 3, 65).narrow(1, 8, 72).matmul(&y)),
+            ("odd parts", &|| wide.narrow(0, 3, 65).narrow(1, 7, 72).matmul(&y) + &bias),
+            ("odd sizes", &|| left.matmul(&right)),
+        ];
+        for (what, make) in cases {
+            // A CPU rounds the product before what follows.
+            same_on(&DEVICE, what, 5e-2, make);
+            let by = product_by(&DEVICE, make);
+            assert!(by.starts_with(&format!("own kernel on tensor cores in {dtype}")), "{what}: {by}");
+        }
+        let both = || {
+            let product = x.matmul(&y);
+            let sum = &product + &bias;
+            Tensor::realize_all(&[&product, &sum]).unwrap();
+            (product.to_f64().unwrap(), sum.to_f64().unwrap())
+        };
+        let (here, there) = (both(), with_device(&DEVICE, both));
+        for (here, there) in [(here.0, there.0), (here.1, there.1)] {
+            assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 2e-2)), "the product is kept too");
+        }
+    }
+}
+
+#[test]
+fn attention_as_one_kernel_is_as_composed() {
+    for dtype in [DType::BF16, DType::F16] {
+        let of = |sizes: &[usize], seed: u64| {
+            let made = Tensor::normal(sizes, seed, DType::F32).cast(dtype);
+            made.realize().unwrap();
+            made
+        };
+        // Queries, keys, and their width.
+        let sizes = [(70, 70, 16), (3, 130, 64), (65, 64, 128), (20, 40, 80), (9, 5, 32), (70, 33, 256), (17, 19, 20)];
+        for (queries, keys, width) in sizes {
+            let (q, k, v) = (of(&[2, queries, width], 1), of(&[2, keys, width], 2), of(&[2, keys, width], 3));
+            for causal in [false, true] {
+                let what = format!("{dtype} {queries} {keys} {width} {causal}");
+                same_on(&DEVICE, &what, 2e-2, || q.attention(&k, &v, causal));
+                let explained = with_device(&DEVICE, || q.attention(&k, &v, causal).explain().unwrap());
+                assert_eq!(explained.kernels.len(), 1, "{what}: {explained}");
+                assert!(explained.to_string().contains("no score in memory"), "{explained}");
+            }
+        }
+        // Heads that share keys and values, values of another width, and operands that lie another way.
+        let (q, k, v) = (of(&[2, 3, 20, 32], 4), of(&[1, 3, 40, 32], 5), of(&[3, 40, 48], 6));
+        same_on(&DEVICE, "shared", 2e-2, || q.attention(&k, &v, false));
+        let (q, k, v) = (of(&[20, 3, 32], 7), of(&[40, 3, 32], 8), of(&[40, 3, 31], 9));
+        let heads = |tensor: &Tensor| tensor.permute(&[1, 0, 2]);
+        same_on(&DEVICE, "heads inside", 2e-2, || heads(&q).attention(&heads(&k), &heads(&v), true));
+        same_on(&DEVICE, "and what follows", 5e-2, || heads(&q).attention(&heads(&k), &heads(&v), true) * 2.0 + 1.0);
+        // With gradients it is composed, and a GPU that it is already on is noticed.
+        let there = of(&[8, 16], 10).to(&DEVICE);
+        assert_eq!(there.attention(&there, &there, false).explain().unwrap().kernels.len(), 1);
+        let asked = of(&[8, 16], 10).with_grad();
+        let explained = with_device(&DEVICE, || asked.attention(&asked, &asked, false).explain().unwrap());
+        assert!(explained.kernels.len() > 1, "{explained}");
+    }
+    let q = Tensor::normal(&[8, 16], 10, DType::F32);
+    assert!(q.attention(&q, &q, false).explain().unwrap().kernels.len() > 1, "not in single precision");
+}
+
+/// Tokens of a small model, each the place of the largest of what it makes of the last; on whatever device there is.
+fn tokens() -> Vec<i64> {
+    let table = Tensor::normal(&[7, 8], 1, DType::F32);
+    let places = Tensor::normal(&[6, 8], 2, DType::F32);
+    Tensor::realize_all(&[&table, &places]).unwrap();
+    let mut cache = crate::nn::KvCache::new(1, &[1, 2, 6, 4], DType::F32);
+    let mut row = table.narrow(0, 3, 1).reshape(&[1, 1, 8]);
+    let mut made = Vec::new();
+    for _ in 0..6 {
+        let x = (&row + cache.place(&places)).reshape(&[1, 2, 1, 4]);
+        let seen = cache.attend(0, &x, &(&x * 0.5), &x.tanh()).reshape(&[1, 8]);
+        let token = seen.matmul(&table.t()).argmax(-1);
+        row = table.embedding(&token).reshape(&[1, 1, 8]);
+        cache.advance(&[&token, &row]).unwrap();
+        made.push(token);
+    }
+    made.iter().map(|token| token.item::<i64>().unwrap()).collect()
+}
+
+#[test]
+fn tokens_are_made_one_by_one_as_on_a_cpu() {
+    let expected = tokens();
+    assert!(expected.iter().any(|token| *token != expected[0]), "{expected:?}");
+    assert_eq!(with_device(&DEVICE, tokens), expected);
+}
+
+#[test]
+fn indices_are_checked_wherever_they_are() {
+    let table = Tensor::normal(&[5, 3], 1, DType::F32);
+    let select = |index: &[i64], is_computed: bool| {
+        with_device(&DEVICE, || {
+            let index = Tensor::from_slice(index, &[index.len()]);
+            let index = if is_computed { index + 0_i64 } else { index };
+            table.index_select(0, &index).to_vec::<f32>()
+        })
+    };
+    for is_computed in [false, true] {
+        let rows = select(&[4, -5, 0], is_computed).unwrap();
+        assert_eq!(rows[3..6], rows[6..9]);
+        for outside in [5, -6] {
+            let error = select(&[1, outside], is_computed).unwrap_err().to_string();
+            assert!(error.contains(&format!("index {outside}")), "{error}");
+        }
+    }
 }

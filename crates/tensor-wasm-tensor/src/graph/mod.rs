@@ -14,7 +14,7 @@ use crate::cpu::memory::CpuBuffer;
 #[cfg(feature = "cuda")]
 use crate::cuda::CudaBuffer;
 use crate::dtype::DType;
-use crate::error::{ErrorKind, caller};
+use crate::error::{ErrorKind, asked_operation, caller};
 use crate::shape::{Layout, Shape};
 use crate::train::Gradients;
 
@@ -30,6 +30,8 @@ pub(crate) struct Node {
     pub requires_grad: bool,
     /// Where the user asked for it.
     pub at: &'static Location<'static>,
+    /// The operation that errors name, if this is a part of one.
+    pub asked: Option<&'static str>,
     pub state: Mutex<NodeState>,
     /// Operations that have to be computed for it, one after the other; none once it is.
     pub depth: AtomicU32,
@@ -70,15 +72,32 @@ pub(crate) struct Storage {
     cpu: OnceLock<CpuBuffer>,
     #[cfg(feature = "cuda")]
     cuda: Mutex<Option<Arc<CudaBuffer>>>,
+    /// Whether a plan made them, and not somebody who has them on that device.
+    #[cfg(feature = "cuda")]
+    is_computed: bool,
 }
 
 impl Storage {
     pub(crate) fn of_cpu(buffer: CpuBuffer) -> Storage {
+        Storage { cpu: OnceLock::from(buffer), ..Storage::default() }
+    }
+
+    /// The same, as what a plan made.
+    pub(crate) fn computed(self) -> Storage {
         Storage {
-            cpu: OnceLock::from(buffer),
             #[cfg(feature = "cuda")]
-            cuda: Mutex::default(),
+            is_computed: true,
+            ..self
         }
+    }
+
+    /// Whether it is so many bytes of this library's own memory, on a CPU and nowhere else.
+    fn is_own(&self, bytes: usize) -> bool {
+        #[cfg(feature = "cuda")]
+        if self.cuda.lock().is_some() {
+            return false;
+        }
+        self.cpu.get().is_some_and(|buffer| buffer.is_own() && buffer.bytes() == bytes)
     }
 
     /// On a CPU, if it is there.
@@ -103,6 +122,28 @@ impl Storage {
 impl Storage {
     pub(crate) fn of_cuda(buffer: Arc<CudaBuffer>) -> Storage {
         Storage { cuda: Mutex::new(Some(buffer)), ..Storage::default() }
+    }
+
+    pub(crate) fn is_computed(&self) -> bool {
+        self.is_computed
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        match self.cpu.get() {
+            Some(buffer) => buffer.bytes(),
+            None => self.cuda.lock().as_ref().map_or(0, |buffer| buffer.bytes()),
+        }
+    }
+
+    /// Whether it is on a device, perhaps among others.
+    pub(crate) fn is_on(&self, device: &crate::cuda::CudaDevice) -> bool {
+        self.cuda.lock().as_ref().is_some_and(|buffer| buffer.is_there() && buffer.device() == device)
+    }
+
+    /// Waits until it is computed.
+    pub(crate) fn wait(&self) -> Result<(), ErrorKind> {
+        let buffer = self.cuda.lock().clone();
+        buffer.map_or(Ok(()), |buffer| buffer.wait())
     }
 
     /// The CUDA device that it is on, if it is nowhere else.
@@ -165,8 +206,8 @@ impl Node {
     ) -> Arc<Node> {
         let (id, at) = (NODES.fetch_add(1, Ordering::Relaxed), caller(at));
         let (state, depth, gradients) = (Mutex::new(state), AtomicU32::new(depth), OnceLock::new());
-        let charge = NodeCharge::take();
-        Arc::new(Node { id, shape, dtype, requires_grad, at, state, depth, gradients, is_asked: false, charge })
+        let (asked, charge) = (asked_operation(), NodeCharge::take());
+        Arc::new(Node { id, shape, dtype, requires_grad, at, asked, state, depth, gradients, is_asked: false, charge })
     }
 
     /// The same elements as another node, as something that gradients are asked for.
@@ -182,6 +223,7 @@ impl Node {
             dtype: of.dtype,
             requires_grad: true,
             at,
+            asked: asked_operation(),
             state,
             depth,
             gradients,
@@ -192,6 +234,40 @@ impl Node {
 
     pub(crate) fn is_asked(&self) -> bool {
         self.is_asked
+    }
+
+    /// What its elements are in, if nobody can reach them but through the one reference that the caller has, and if they
+    /// may be overwritten. Nobody can reach them later either, as long as the caller gives nobody that reference.
+    pub(crate) fn sole_storage(node: &Arc<Node>) -> Option<Arc<Storage>> {
+        // The caller's, and this function's.
+        const REFERENCES: usize = 2;
+        let bytes = node.shape.numel() * node.dtype.size();
+        let (mut node, mut found) = (node.clone(), None::<Arc<Storage>>);
+        let mut holders = 1;
+        loop {
+            if Arc::strong_count(&node) != REFERENCES {
+                return None;
+            }
+            let state = node.state.lock();
+            if let Some(value) = &state.value {
+                let storage = found.get_or_insert_with(|| value.storage.clone());
+                if !Arc::ptr_eq(storage, &value.storage) || !value.layout.is_contiguous() {
+                    return None;
+                }
+                holders += 1;
+            }
+            // What is trained is a view of what was computed.
+            let of = match &state.recipe {
+                Some(Recipe { op: Op::Move(Movement::Reshape), inputs }) => inputs.first().cloned(),
+                _ => None,
+            };
+            drop(state);
+            match of {
+                Some(of) => node = of,
+                None => break,
+            }
+        }
+        found.filter(|storage| Arc::strong_count(storage) == holders && storage.is_own(bytes))
     }
 
     /// Takes in what it was computed to be, and lets go of what only its computing needed.

@@ -35,6 +35,11 @@ pub(crate) enum Op {
     },
     /// Matrices in the last two axes; those before are the same.
     Matmul,
+    /// What queries get from values, by how much keys are like them, as one kernel. Its last input is the same composed
+    /// of other operations: that is computed where the device has no such kernel, and gradients flow through it.
+    Attention {
+        is_causal: bool,
+    },
     /// Sums over some axes of the products of two tensors of as many axes, each of size 1 along those that it does not
     /// know. What is summed over stays with size 1. Convolutions, and their gradients.
     Contract {
@@ -269,6 +274,7 @@ impl Op {
             Op::ArgReduce { largest: true, .. } => "argmax",
             Op::ArgReduce { largest: false, .. } => "argmin",
             Op::Matmul => "matmul",
+            Op::Attention { .. } => "attention",
             Op::Contract { .. } => "contract",
             Op::Cumsum { .. } => "cumsum",
             Op::ArgSort { .. } => "argsort",

@@ -1,11 +1,13 @@
 //! Modules: functions of tensors with variables of their own, which have names.
 
+mod cache;
 mod layers;
 mod recurrent;
 mod schedule;
 
 use std::panic::Location;
 
+pub use cache::KvCache;
 pub use layers::{BatchNorm, Conv2d, Dropout, Embedding, LayerNorm, Linear, RmsNorm, Sequential, function};
 pub use recurrent::{Gru, Lstm};
 pub use schedule::Schedule;
@@ -46,6 +48,16 @@ pub trait Module: Send + Sync {
     /// What optimizers take.
     fn parameters(&self) -> Vec<Variable> {
         self.variables().into_iter().map(|(_, variable)| variable).collect()
+    }
+
+    /// Forgets the gradients of its variables: those that no optimizer used stay until somebody does.
+    fn zero_grad(&self) {
+        self.parameters().iter().for_each(Variable::zero_grad);
+    }
+
+    /// Whether it is trained, as it is at first: see [`Variable::set_requires_grad`].
+    fn set_requires_grad(&self, asks: bool) {
+        self.parameters().iter().for_each(|variable| variable.set_requires_grad(asks));
     }
 
     /// Everything that makes it what it is, by name.

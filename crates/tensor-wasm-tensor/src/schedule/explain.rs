@@ -5,7 +5,7 @@ use std::fmt;
 use super::group::{Grouping, WhyNot};
 use super::plan::{BufferView, Level, MapKernel, Plan, Slot, Step, ValueKind};
 use super::snapshot::Snapshot;
-use super::{Mode, is_planned};
+use super::{CompiledPlan, Mode, planned};
 use crate::account::PlanNeed;
 use crate::cpu;
 use crate::dtype::DType;
@@ -27,6 +27,8 @@ pub struct Explanation {
     pub peak_bytes: usize,
     /// What it runs on.
     pub device: String,
+    /// Why there, if it was chosen: what it should take on each device, or did.
+    pub choice: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -44,23 +46,51 @@ pub struct ExplainedKernel {
     pub in_place: usize,
     /// By what it is computed, where there is a choice.
     pub by: Option<String>,
+    /// Launches on a GPU, each as groups and items of a kernel, or as whose it is; there are none where the product that
+    /// comes before or after does it.
+    pub launches: Option<Vec<String>>,
+}
+
+/// Where something runs, for people.
+struct Placed {
+    device: String,
+    choice: Option<String>,
+    #[cfg(feature = "cuda")]
+    cuda: Option<crate::cuda::CudaDevice>,
+}
+
+impl Placed {
+    fn of(compiled: &CompiledPlan, snapshot: &Snapshot) -> Placed {
+        let on_cpu = || format!("cpu, {} threads, {}", cpu::threads(), cpu::instructions());
+        let is_auto = crate::device() == crate::Device::Auto;
+        #[cfg(feature = "cuda")]
+        {
+            let (cuda, choice) = if is_auto {
+                let (cuda, why) = crate::auto::explain(compiled, &snapshot.leaves);
+                (cuda, Some(why))
+            } else {
+                (crate::device::gpu_for(&snapshot.leaves), None)
+            };
+            let device = cuda.as_ref().map_or_else(on_cpu, crate::cuda::CudaDevice::description);
+            Placed { device, choice, cuda }
+        }
+        #[cfg(not(feature = "cuda"))]
+        {
+            let _ = (compiled, snapshot);
+            let why = || "auto is the cpu: this build has no feature `cuda`".to_owned();
+            Placed { device: on_cpu(), choice: is_auto.then(why) }
+        }
+    }
 }
 
 pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, TensorError> {
-    let snapshot = Snapshot::take(nodes, mode)?;
-    #[cfg(feature = "cuda")]
-    let cuda = crate::device::gpu_for(&snapshot.leaves);
-    let on_cpu = || format!("cpu, {} threads, {}", cpu::threads(), cpu::instructions());
-    #[cfg(feature = "cuda")]
-    let device = cuda.as_ref().map_or_else(on_cpu, crate::cuda::CudaDevice::description);
-    #[cfg(not(feature = "cuda"))]
-    let device = on_cpu();
-    if snapshot.outputs.is_empty() {
-        return Ok(Explanation { kernels: Vec::new(), not_fused: Vec::new(), is_planned: true, peak_bytes: 0, device });
-    }
-    let is_planned = is_planned(&snapshot);
+    let snapshot = Snapshot::take(nodes, mode, &[])?;
     let grouping = Grouping::of(&snapshot, mode);
-    let plan = grouping.plan();
+    let kept = planned(&snapshot);
+    let is_planned = kept.is_some() || snapshot.outputs.is_empty();
+    let compiled = kept.unwrap_or_else(|| Arc::new(CompiledPlan::new(grouping.plan())));
+    let plan = &compiled.plan;
+    let placed = Placed::of(&compiled, &snapshot);
     let apart = |(node, why): (usize, WhyNot)| {
         let found = &snapshot.nodes[node];
         let at = found.node.at;
@@ -73,16 +103,20 @@ pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, Te
     };
     let not_fused =
         grouping.apart().filter(|(node, why)| *why != WhyNot::Alone || !is_after(*node)).map(apart).collect();
-    let product_by = |step: usize, dtype: DType| {
-        #[cfg(feature = "cuda")]
-        if let Some(cuda) = &cuda {
-            return crate::cuda::plan::product_by(cuda, &plan, step);
+    let mut kernels = explained_kernels(plan);
+    #[cfg(feature = "cuda")]
+    if let Some(cuda) = &placed.cuda {
+        for (kernel, lowered) in kernels.iter_mut().zip(crate::cuda::plan::explain(cuda, plan)) {
+            (kernel.by, kernel.launches) = (lowered.by, Some(lowered.launches));
         }
-        let _ = step;
-        cpu::product_by(dtype)
-    };
-    let kernels = (0..plan.steps.len()).map(|step| kernel(step, &plan, product_by)).collect();
-    Ok(Explanation { kernels, not_fused, is_planned, peak_bytes: peak_bytes(&plan), device })
+    }
+    let Placed { device, choice, .. } = placed;
+    Ok(Explanation { kernels, not_fused, is_planned, peak_bytes: peak_bytes(plan), device, choice })
+}
+
+/// A plan's kernels, as a CPU runs them.
+pub(crate) fn explained_kernels(plan: &Plan) -> Vec<ExplainedKernel> {
+    (0..plan.steps.len()).map(|step| kernel(step, plan)).collect()
 }
 
 /// Whether an operation is computed right after a product, as far as its name and inputs tell.
@@ -102,7 +136,7 @@ fn touched(view: &BufferView) -> usize {
     own.map(|(size, _)| *size).product::<usize>().saturating_mul(view.dtype.size())
 }
 
-fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> String) -> ExplainedKernel {
+fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
     let step = &plan.steps[number];
     let slot_bytes = |slot: usize| bytes(plan.slots[slot].shape, plan.slots[slot].dtype);
     match step {
@@ -116,6 +150,7 @@ fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> Strin
             flops: flops(map),
             in_place: map.in_place.iter().flatten().count(),
             by: None,
+            launches: None,
         },
         Step::Special(special) => {
             let after = special.epilogue.as_ref();
@@ -126,6 +161,15 @@ fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> Strin
             let (count, inner) = (special.shape.numel() as u64, inner as u64);
             let own_flops = match special.op {
                 Op::Matmul => 2 * count * inner,
+                // Queries times keys, and what that gives times values.
+                Op::Attention { .. } => {
+                    let keys = special
+                        .inputs
+                        .get(1)
+                        .map_or(0, |view| view.layout.shape.iter().rev().nth(1).copied().unwrap_or(0));
+                    let rows = special.shape.iter().rev().skip(1).product::<usize>() as u64;
+                    2 * (rows * inner + count) * keys as u64
+                }
                 Op::Contract { .. } => {
                     let both = special.inputs.iter().map(|view| view.layout.shape);
                     let both = both.reduce(|a, b| a.broadcast(&b).unwrap_or(a));
@@ -144,7 +188,8 @@ fn kernel(number: usize, plan: &Plan, product_by: impl Fn(usize, DType) -> Strin
                 written_bytes: step.writes().map(slot_bytes).sum(),
                 flops: own_flops + after.map_or(0, flops),
                 in_place: after.map_or(0, |map| map.in_place.iter().flatten().count()),
-                by: matches!(special.op, Op::Matmul).then(|| product_by(number, special.dtype)),
+                by: matches!(special.op, Op::Matmul).then(|| cpu::product_by(special.dtype)),
+                launches: None,
             }
         }
     }
@@ -178,7 +223,7 @@ fn flops(map: &MapKernel) -> u64 {
 
 /// What a plan needs, known before it runs.
 pub(super) fn need(plan: &Plan) -> PlanNeed {
-    let kernels = (0..plan.steps.len()).map(|step| kernel(step, plan, |_, _| String::new()));
+    let kernels = explained_kernels(plan).into_iter();
     let mut need = PlanNeed { kernels: plan.steps.len(), ..PlanNeed::default() };
     for kernel in kernels {
         need.moved_bytes = need.moved_bytes.saturating_add(kernel.read_bytes).saturating_add(kernel.written_bytes);
@@ -256,9 +301,17 @@ impl fmt::Display for Explanation {
             amount(self.peak_bytes),
             if self.is_planned { "kept from before" } else { "new" },
         )?;
+        if let Some(choice) = &self.choice {
+            writeln!(f, "{choice}")?;
+        }
+        let launches: Option<usize> = self.kernels.iter().map(|kernel| kernel.launches.as_ref().map(Vec::len)).sum();
+        if let Some(launches) = launches.filter(|_| !self.kernels.is_empty()) {
+            let graph = if launches > 1 { ", one graph from the second run on" } else { "" };
+            writeln!(f, "{launches} launches{graph}")?;
+        }
         for (n, kernel) in self.kernels.iter().enumerate() {
-            let ExplainedKernel { kind, shape, dtype, operations, read_bytes, written_bytes, flops, in_place, by } =
-                kernel;
+            let ExplainedKernel { kind, shape, dtype, operations, read_bytes, written_bytes, flops, by, .. } = kernel;
+            let (in_place, launches) = (&kernel.in_place, &kernel.launches);
             let what = format!("{kind} {shape:?} {dtype}");
             let traffic = format!("{} → {}", amount(*read_bytes), amount(*written_bytes));
             write!(f, "{:>3}  {what:<32} {traffic:<22} {:>8}", n + 1, work(*flops))?;
@@ -269,7 +322,10 @@ impl fmt::Display for Explanation {
                 let after = if by.is_some() { "then " } else { "" };
                 write!(f, "  {after}{}", operations.join(" "))?;
             }
-            if *in_place > 0 {
+            if let Some(launches) = launches {
+                let launches = if launches.is_empty() { "none".to_owned() } else { launches.join(", ") };
+                write!(f, "  (launches: {launches})")?;
+            } else if *in_place > 0 {
                 write!(f, "  (in place)")?;
             }
             writeln!(f)?;

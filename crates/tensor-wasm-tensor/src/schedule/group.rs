@@ -493,7 +493,7 @@ impl<'s> Grouping<'s> {
                 last_step: None,
             })
             .collect();
-        Plan::new(steps, slots, outputs, self.mode)
+        Plan::new(steps, slots, outputs, &self.snapshot.given_up, self.mode)
     }
 
     /// A node as a buffer read under a layout.

@@ -13,6 +13,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 pub(crate) use self::explain::explain;
+#[cfg(feature = "cuda")]
+pub(crate) use self::explain::explained_kernels;
 pub use self::explain::{ExplainedKernel, Explanation};
 use self::group::Grouping;
 use self::plan::Plan;
@@ -22,7 +24,7 @@ use crate::cpu;
 use crate::cpu::single::{self, Single};
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::Op;
-use crate::graph::{Node, Recipe, Value};
+use crate::graph::{Node, Recipe, Storage, Value};
 
 /// Plans that are kept together.
 const PLANS_MAX: usize = 256;
@@ -49,10 +51,6 @@ impl PlanCache {
         // Dropped without the lock: what is kept on GPUs goes back.
         let kept = std::mem::take(&mut *self.0.lock());
         drop(kept);
-    }
-
-    fn has(&self, key: &[u64]) -> bool {
-        self.0.lock().iter().any(|(known, _)| **known == *key)
     }
 
     fn get(&self, key: &[u64]) -> Option<Arc<CompiledPlan>> {
@@ -108,6 +106,27 @@ pub(crate) struct CompiledPlan {
     pub kernels: OnceLock<cpu::execute::CpuKernels>,
     #[cfg(feature = "cuda")]
     pub cuda: crate::cuda::execute::CudaKernels,
+    /// What it has to do, and where and how fast it was done: what the device `auto` decides by.
+    #[cfg(feature = "cuda")]
+    pub work: OnceLock<crate::auto::cost::Work>,
+    #[cfg(feature = "cuda")]
+    pub history: Mutex<crate::auto::history::History>,
+}
+
+impl CompiledPlan {
+    fn new(plan: Plan) -> CompiledPlan {
+        CompiledPlan {
+            plan,
+            need: OnceLock::new(),
+            kernels: OnceLock::new(),
+            #[cfg(feature = "cuda")]
+            cuda: crate::cuda::execute::CudaKernels::default(),
+            #[cfg(feature = "cuda")]
+            work: OnceLock::new(),
+            #[cfg(feature = "cuda")]
+            history: Mutex::default(),
+        }
+    }
 }
 
 /// Whether operations are fused.
@@ -121,13 +140,19 @@ pub enum Mode {
 
 /// Computes nodes, all of them in one plan.
 pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError> {
+    realize_over(nodes, mode, &[])
+}
+
+/// The same. Results may take the place of elements that are given up: those that the caller alone can reach (see
+/// [`Node::sole_storage`]), and does not look at again unless this fails.
+pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<(), TensorError> {
     if let ([node], Mode::Fused) = (nodes, mode)
         && let Some(value) = single(node)
     {
         node.realize(value);
         return Ok(());
     }
-    let snapshot = Snapshot::take(nodes, mode)?;
+    let snapshot = Snapshot::take(nodes, mode, given_up)?;
     if snapshot.outputs.is_empty() {
         return Ok(());
     }
@@ -135,7 +160,7 @@ pub(crate) fn realize(nodes: &[Arc<Node>], mode: Mode) -> Result<(), TensorError
     let values = admit(&compiled, &snapshot).and_then(|()| execute(&compiled, &snapshot));
     let values = values.map_err(|(node, what)| {
         let failed = &snapshot.nodes[node];
-        TensorError::new(failed.op.name(), what, failed.node.at)
+        TensorError::of_node(&failed.node, failed.op.name(), what)
     })?;
     for (output, value) in snapshot.outputs.iter().zip(values) {
         snapshot.nodes[*output].node.realize(value);
@@ -159,6 +184,10 @@ fn admit(compiled: &CompiledPlan, snapshot: &Snapshot) -> Result<(), (usize, Err
 
 /// Runs a plan where it is to run.
 fn execute(compiled: &CompiledPlan, snapshot: &Snapshot) -> Result<Vec<Value>, (usize, ErrorKind)> {
+    #[cfg(feature = "cuda")]
+    if crate::device() == crate::Device::Auto {
+        return crate::auto::execute(compiled, &snapshot.leaves, &snapshot.parameters);
+    }
     #[cfg(feature = "cuda")]
     if let Some(device) = crate::device::gpu_for(&snapshot.leaves) {
         let CompiledPlan { plan, cuda, .. } = compiled;
@@ -198,9 +227,9 @@ pub(crate) fn give_back() {
     with_plans(PlanCache::give_back);
 }
 
-/// Whether there is a plan for it.
-fn is_planned(snapshot: &Snapshot) -> bool {
-    with_plans(|plans| plans.has(&snapshot.key))
+/// The plan that is there for it, if there is one.
+fn planned(snapshot: &Snapshot) -> Option<Arc<CompiledPlan>> {
+    with_plans(|plans| plans.get(&snapshot.key))
 }
 
 fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
@@ -210,18 +239,12 @@ fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
     }
     MADE.set(MADE.get() + 1);
     let plan = Grouping::of(snapshot, mode).plan();
-    let compiled = Arc::new(CompiledPlan {
-        plan,
-        need: OnceLock::new(),
-        kernels: OnceLock::new(),
-        #[cfg(feature = "cuda")]
-        cuda: crate::cuda::execute::CudaKernels::default(),
-    });
+    let compiled = Arc::new(CompiledPlan::new(plan));
     with_plans(|plans| plans.keep(key, &compiled));
     compiled
 }
 
 #[cfg(test)]
-pub(crate) fn plan_of(nodes: &[Arc<Node>], mode: Mode) -> Result<Plan, TensorError> {
-    Ok(Grouping::of(&Snapshot::take(nodes, mode)?, mode).plan())
+pub(crate) fn plan_of(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Plan, TensorError> {
+    Ok(Grouping::of(&Snapshot::take(nodes, mode, given_up)?, mode).plan())
 }

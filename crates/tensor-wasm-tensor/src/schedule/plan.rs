@@ -27,6 +27,9 @@ pub(crate) struct Plan {
     pub slots: Vec<Slot>,
     /// What each output is, in the order asked for.
     pub outputs: Vec<BufferView>,
+    /// Whether results take over buffers of leaves. Such a plan cannot fail once it has its memory: there would be
+    /// neither the old elements nor the new ones.
+    pub takes_leaves: bool,
 }
 
 /// A buffer that a step fills with contiguous elements.
@@ -68,8 +71,8 @@ pub(crate) struct MapKernel {
     pub values: Vec<MapValue>,
     /// Which values go to which slots.
     pub stores: Vec<(usize, usize)>,
-    /// For each store the load whose buffer it takes over: nobody reads that after this kernel, and this one reads each
-    /// element before it writes the one in its place.
+    /// For each store the load whose buffer it takes over, a slot's or a leaf's that was given up: nobody reads that after
+    /// this kernel, and this one reads each element before it writes the one in its place.
     pub in_place: Vec<Option<usize>>,
     /// The node whose computing may fail, or else the last, counted as the graph's nodes are.
     pub node: usize,
@@ -134,6 +137,11 @@ impl Step {
         own.into_iter().chain(map.into_iter().flat_map(|map| map.stores.iter().map(|(_, slot)| *slot)))
     }
 
+    fn takes_leaves(&self) -> bool {
+        let Step::Map(kernel) = self else { return false };
+        kernel.in_place.iter().flatten().any(|load| matches!(kernel.loads[*load].source, Source::Leaf(_)))
+    }
+
     /// The slots that it reads or fills, some of them more than once.
     pub(crate) fn slots(&self) -> impl Iterator<Item = usize> {
         self.reads().filter_map(BufferView::slot).chain(self.writes())
@@ -161,22 +169,56 @@ impl ValueKind {
 }
 
 impl Plan {
-    pub(crate) fn new(steps: Vec<Step>, mut slots: Vec<Slot>, outputs: Vec<BufferView>, mode: Mode) -> Plan {
+    /// `given_up` has the elements of each leaf that nobody wants to see again.
+    pub(crate) fn new(
+        steps: Vec<Step>,
+        mut slots: Vec<Slot>,
+        outputs: Vec<BufferView>,
+        given_up: &[Option<usize>],
+        mode: Mode,
+    ) -> Plan {
         let mut steps = if mode == Mode::Fused { with_epilogues(steps) } else { steps };
         for (n, step) in steps.iter().enumerate() {
             let read = step.reads().filter_map(BufferView::slot);
             read.chain(step.writes()).for_each(|slot| slots[slot].last_step = Some(n));
         }
         outputs.iter().filter_map(BufferView::slot).for_each(|slot| slots[slot].last_step = None);
+        let leaves = ended_leaves(&steps, &outputs, given_up);
         for (n, step) in steps.iter_mut().enumerate().filter(|_| mode == Mode::Fused) {
+            // What ends with this step: its elements.
+            let ended = |source: Source| match source {
+                Source::Slot(slot) => (slots[slot].last_step == Some(n)).then(|| slots[slot].shape.numel()),
+                Source::Leaf(leaf) => {
+                    leaves.get(leaf).copied().flatten().filter(|(last, _)| *last == n).map(|(_, count)| count)
+                }
+            };
             match step {
-                Step::Map(kernel) => kernel.work_in_place(n, &slots),
-                Step::Special(SpecialKernel { epilogue: Some(kernel), .. }) => kernel.work_in_place(n, &slots),
+                Step::Map(kernel) => kernel.work_in_place(&slots, ended),
+                Step::Special(SpecialKernel { epilogue: Some(kernel), inputs, .. }) => {
+                    // Elements of the product are still to come when the first ones are finished.
+                    let is_input = |source: Source| inputs.iter().any(|input| input.source == source);
+                    kernel.work_in_place(&slots, |source| ended(source).filter(|_| !is_input(source)));
+                }
                 Step::Special(_) => {}
             }
         }
-        Plan { steps, slots, outputs }
+        let takes_leaves = steps.iter().any(Step::takes_leaves);
+        Plan { steps, slots, outputs, takes_leaves }
     }
+}
+
+/// For each leaf that was given up and may be overwritten, the step after which nobody reads it, and its elements.
+fn ended_leaves(steps: &[Step], outputs: &[BufferView], given_up: &[Option<usize>]) -> Vec<Option<(usize, usize)>> {
+    let is_whole = |step: &Step| matches!(step, Step::Map(kernel) if !kernel.may_fail());
+    if !steps.iter().all(is_whole) {
+        return Vec::new();
+    }
+    let ended = |(leaf, count): (usize, &Option<usize>)| {
+        let reads = |view: &BufferView| view.source == Source::Leaf(leaf);
+        let last = steps.iter().rposition(|step| step.reads().any(reads))?;
+        if outputs.iter().any(reads) { None } else { count.map(|count| (last, count)) }
+    };
+    given_up.iter().enumerate().map(ended).collect()
 }
 
 /// Gives products of matrices what follows them, if it goes over the same elements and needs nothing that comes later.
@@ -220,23 +262,23 @@ impl BufferView {
 }
 
 impl MapKernel {
-    /// Finds buffers that end with this kernel, the step `n`, and that its results can take over.
-    fn work_in_place(&mut self, n: usize, slots: &[Slot]) {
+    /// Finds buffers that its results can take over: `ended` has the elements of those that end with this kernel.
+    fn work_in_place(&mut self, slots: &[Slot], ended: impl Fn(Source) -> Option<usize>) {
         let mut taken: Vec<usize> = Vec::new();
         for (value, store) in &self.stores {
             let (space, is_full) = (self.space, self.values[*value].level == Level::Full);
             let bytes = slots[*store].dtype.size();
             let fits = |load: &usize| {
                 let view = &self.loads[*load];
-                let Some(slot) = view.slot().filter(|slot| slots[*slot].last_step == Some(n)) else { return false };
-                let reads = self.loads.iter().filter(|other| other.slot() == Some(slot)).count();
+                let Some(count) = ended(view.source) else { return false };
+                let reads = self.loads.iter().filter(|other| other.source == view.source).count();
                 let is_straight = view.layout.has_strides(&space.strides()) && view.layout.offset == 0;
                 is_full
                     && reads == 1
                     && !self.is_read_late(*load)
                     && is_straight
                     && view.dtype.size() == bytes
-                    && slots[slot].shape.numel() == space.numel()
+                    && count == space.numel()
             };
             let load = (0..self.loads.len()).find(|load| !taken.contains(load) && fits(load));
             taken.extend(load);
@@ -250,6 +292,14 @@ impl MapKernel {
         let is_load = |value: usize| self.values[value].kind == ValueKind::Load(load);
         let is_reduced = |value: &MapValue| matches!(value.kind, ValueKind::Reduce(_, operand) if is_load(operand));
         self.values.iter().any(is_reduced) || self.stores.iter().any(|(value, _)| is_load(*value))
+    }
+
+    /// Whether it needs memory on the way, or elements decide if it can be computed.
+    fn may_fail(&self) -> bool {
+        let divides = |value: &MapValue| {
+            matches!(value.kind, ValueKind::Binary(BinaryOp::Div | BinaryOp::Rem, ..)) && !value.dtype.is_float()
+        };
+        !self.reduced.is_empty() || self.values.iter().any(divides)
     }
 
     /// The space without its reduced axes, which have size 1.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::{FoldedAxis, Movement, Op};
-use crate::graph::{Node, Value};
+use crate::graph::{Node, Recipe, Storage, Value};
 use crate::shape::{Layout, Shape};
 
 use super::Mode;
@@ -16,6 +16,8 @@ pub(super) struct Snapshot {
     /// Inputs come before what is made of them.
     pub nodes: Vec<SnapshotNode>,
     pub leaves: Vec<Value>,
+    /// For each leaf whether its buffer may be overwritten, and then how many elements it has.
+    pub given_up: Vec<Option<usize>>,
     pub parameters: Vec<Parameter>,
     /// Nodes that have to be computed. Those that are there already are left out.
     pub outputs: Vec<usize>,
@@ -72,8 +74,9 @@ impl Hasher for IdHasher {
 type Found = (Arc<Node>, Op, Vec<u64>, Option<Value>);
 
 impl Snapshot {
-    /// Of nodes, to be computed in a mode, which is part of the key.
-    pub(super) fn take(asked: &[Arc<Node>], mode: Mode) -> Result<Snapshot, TensorError> {
+    /// Of nodes, to be computed in a mode, which is part of the key. Elements that are in `given_up` nobody wants to see
+    /// again.
+    pub(super) fn take(asked: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Snapshot, TensorError> {
         let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
         let missing: Vec<u64> = left.iter().map(|node| node.id).collect();
         let mut found: Vec<Found> = Vec::with_capacity(4);
@@ -89,8 +92,9 @@ impl Snapshot {
                     if let Op::Failed(error) = &recipe.op {
                         return Err(error.clone());
                     }
-                    left.extend(recipe.inputs.iter().cloned());
-                    (recipe.op.clone(), recipe.inputs.iter().map(|input| input.id).collect(), None)
+                    let (op, inputs) = chosen(recipe);
+                    left.extend(inputs.iter().cloned());
+                    (op, inputs.iter().map(|input| input.id).collect(), None)
                 }
                 (None, None) => return Err(TensorError::new("realize", ErrorKind::GraphFreed, node.at)),
             };
@@ -101,6 +105,13 @@ impl Snapshot {
         let ids: Vec<u64> = found.iter().map(|(node, ..)| node.id).collect();
         let position = |id: &u64| ids.binary_search(id).ok();
         let (mut nodes, mut leaves, mut parameters) = (Vec::with_capacity(found.len()), Vec::new(), Vec::new());
+        let mut all_given_up = Vec::new();
+        let stored_as = |storage: &Arc<Storage>| {
+            let values = found.iter().filter_map(|(.., value)| value.as_ref());
+            values.filter(|value| Arc::ptr_eq(&value.storage, storage)).count()
+        };
+        // What two leaves are in is read by whoever reads either.
+        let given_up: Vec<&Arc<Storage>> = given_up.iter().filter(|storage| stored_as(storage) == 1).collect();
         let mut key = Vec::with_capacity(16 * found.len() + 1);
         key.push(u64::from(mode == Mode::Eager));
         for (node, op, inputs, value) in found {
@@ -112,14 +123,65 @@ impl Snapshot {
                 _ => leaves.len(),
             };
             write_key(&mut key, &node, &op, &inputs, value.as_ref(), is_output);
-            leaves.extend(value);
+            if let Some(value) = value {
+                let is_given_up = given_up.iter().any(|storage| Arc::ptr_eq(storage, &value.storage));
+                key.push(u64::from(is_given_up));
+                all_given_up.push(is_given_up.then(|| node.shape.numel()));
+                leaves.push(value);
+            }
             nodes.push(SnapshotNode { node, op, inputs, number });
         }
         let mut outputs: Vec<usize> = missing.iter().filter_map(position).collect();
         outputs.sort_unstable();
         outputs.dedup();
-        Ok(Snapshot { nodes, leaves, parameters, outputs, key })
+        Ok(Snapshot { nodes, leaves, given_up: all_given_up, parameters, outputs, key })
     }
+}
+
+/// How a node is computed: of what there is a kernel for on some devices only, that or what it is composed of.
+fn chosen(recipe: &Recipe) -> (Op, &[Arc<Node>]) {
+    match (&recipe.op, &recipe.inputs[..]) {
+        (Op::Attention { .. }, [operands @ .., composed]) => {
+            if is_one_kernel(operands) {
+                (recipe.op.clone(), operands)
+            } else {
+                (Op::Move(Movement::Reshape), std::slice::from_ref(composed))
+            }
+        }
+        (op, inputs) => (op.clone(), inputs),
+    }
+}
+
+/// Whether attention is computed on a GPU that can do it as one kernel.
+#[cfg(feature = "cuda")]
+fn is_one_kernel(operands: &[Arc<Node>]) -> bool {
+    let device = match crate::device() {
+        crate::Device::Cuda(device) => Some(device),
+        crate::Device::Cpu => gpu_of(operands),
+        // Where the plan will run is decided later, and may be a CPU.
+        crate::Device::Auto => None,
+    };
+    device.is_some_and(|device| crate::cuda::has_attention(&device, operands))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn is_one_kernel(_: &[Arc<Node>]) -> bool {
+    false
+}
+
+/// A GPU that something is on which nodes are computed from.
+#[cfg(feature = "cuda")]
+fn gpu_of(nodes: &[Arc<Node>]) -> Option<crate::cuda::CudaDevice> {
+    let (mut left, mut seen) = (nodes.to_vec(), HashSet::new());
+    while let Some(node) = left.pop() {
+        let state = node.state.lock();
+        if let Some(device) = state.value.as_ref().and_then(|value| value.storage.cuda_device()) {
+            return Some(device);
+        }
+        let inputs = state.recipe.as_ref().filter(|_| state.value.is_none()).map(|recipe| recipe.inputs.clone());
+        left.extend(inputs.into_iter().flatten().filter(|input| seen.insert(input.id)));
+    }
+    None
 }
 
 fn add(parameters: &mut Vec<Parameter>, parameter: Parameter) -> usize {
@@ -160,6 +222,7 @@ fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: 
         Op::Fold { before, .. } => (21, [u64::from(before.is_some()), 0, 0, 0, 0]),
         Op::Failed(_) => (22, [0; 5]),
         Op::Contract { summed } => (23, [summed.bits(), 0, 0, 0, 0]),
+        Op::Attention { is_causal } => (24, [u64::from(*is_causal), 0, 0, 0, 0]),
     };
     let flags = u64::from(is_output) << 16 | (node.dtype as u64) << 8 | code;
     key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);

@@ -6,6 +6,7 @@ use super::{Axes, Operand, Tensor};
 use crate::dtype::DType;
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::{Op, ReduceOp, UnaryOp};
+use crate::precision::product;
 use crate::shape::{RANK_MAX, Shape};
 
 macro_rules! unary {
@@ -313,11 +314,11 @@ impl Tensor {
         let at = Location::caller();
         let (is_row, is_column) = (self.rank() == 1, other.rank() == 1);
         if self.check().is_err() || other.check().is_err() || !(is_row || is_column) {
-            return self.matrix_product(other, at);
+            return product([self, other], at, |[left, right]| left.matrix_product(right, at));
         }
         let left = if is_row { self.unsqueeze(0) } else { self.clone() };
         let right = if is_column { other.unsqueeze(1) } else { other.clone() };
-        let product = left.matrix_product(&right, at);
+        let product = product([&left, &right], at, |[left, right]| left.matrix_product(right, at));
         let product = if is_column { product.squeeze(-1) } else { product };
         match (is_row, is_column) {
             (true, true) => product.squeeze(-1),

@@ -25,10 +25,8 @@ use crate::cpu::{memory_limit, used_bytes};
 use crate::device::{Device, with_device};
 use crate::dtype::{DType, Element};
 use crate::error::{ErrorKind, Result, TensorError};
-#[cfg(feature = "cuda")]
-use crate::graph::Storage;
 use crate::graph::op::Op;
-use crate::graph::{Node, Value};
+use crate::graph::{Node, Storage, Value};
 use crate::schedule::{self, Explanation, Mode};
 use crate::shape::{Layout, Shape};
 
@@ -101,6 +99,12 @@ impl Tensor {
         schedule::realize(&nodes, mode)
     }
 
+    /// The same, where results may take the place of what is given up.
+    pub(crate) fn realize_over(tensors: &[&Tensor], given_up: &[Arc<Storage>]) -> Result<()> {
+        let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
+        schedule::realize_over(&nodes, Mode::Fused, given_up)
+    }
+
     /// What computing it amounts to: kernels, bytes, operations, and what was not fused, and why not.
     pub fn explain(&self) -> Result<Explanation> {
         schedule::explain(std::slice::from_ref(&self.node), Mode::Fused)
@@ -123,6 +127,8 @@ impl Tensor {
         };
         let storage = match device {
             Device::Cpu => value.storage.cpu().map(|_| value.storage.clone()),
+            // Where it is, there is nothing to choose.
+            Device::Auto => Ok(value.storage.clone()),
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => value.storage.cuda(device).map(|buffer| Arc::new(Storage::of_cuda(buffer))),
         };

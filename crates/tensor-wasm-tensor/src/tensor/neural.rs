@@ -5,8 +5,9 @@ use std::panic::Location;
 
 use super::{Caller, Tensor};
 use crate::dtype::DType;
-use crate::error::{ErrorKind, TensorError, asked_at};
-use crate::graph::op::{FoldedAxis, Movement, ReduceOp};
+use crate::error::{ErrorKind, TensorError, asked_as};
+use crate::graph::op::{FoldedAxis, Movement, Op, ReduceOp};
+use crate::precision::product;
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
 /// Rows and columns of windows that do not overlap and are computed side by side.
@@ -156,9 +157,13 @@ impl Tensor {
         let Convolution { rows, columns, groups } = options;
         let fits = groups > 0 && depth.checked_mul(groups) == Some(channels) && count.is_multiple_of(groups);
         if !fits {
-            let expected = format!("filters of {channels} / {groups} channels, in {groups} groups");
-            let what = ErrorKind::WrongShape { found: filters.shape().to_vec(), expected };
-            return Err(TensorError::new(operation, what, at));
+            let (images, shape) = (self.shape(), filters.shape());
+            let why = format!(
+                "images {images} have {channels} channels, and {count} filters {shape} of {depth} channels in {groups} groups need \
+                 {}",
+                depth.saturating_mul(groups)
+            );
+            return Err(TensorError::new(operation, ErrorKind::BadArgument { why }, at));
         }
         filters.same_numbers(self, operation, at)?;
         if matches!(self.dtype(), DType::F16 | DType::BF16) {
@@ -176,7 +181,7 @@ impl Tensor {
         let windows = windows.reshape_to(of(&[batch, groups, depth, height, width, 1, high, wide])?, at);
         let matrix = filters.reshape_to(of(&[groups, count / groups, depth * height * width])?, at).t();
         let matrix = matrix.reshape_to(of(&[1, groups, depth, height, width, count / groups, 1, 1])?, at);
-        let product = matrix.contract(&windows, AxisSet::of([2, 3, 4]), at);
+        let product = product([&matrix, &windows], at, |[a, b]| a.contract(b, AxisSet::of([2, 3, 4]), at));
         product.check()?;
         Ok(product.reshape_to(of(&[batch, count, high, wide])?, at))
     }
@@ -241,7 +246,7 @@ impl Tensor {
             let images = self.reshape_to(of(&[batch, groups, 1, 1, 1, each, high, wide])?, at);
             let matrix = filters.reshape_to(of(&[groups, each, depth * height * width])?, at).t();
             let matrix = matrix.reshape_to(of(&[1, groups, depth, height, width, each, 1, 1])?, at);
-            let patches = matrix.contract(&images, AxisSet::of([5]), at);
+            let patches = product([&matrix, &images], at, |[a, b]| a.contract(b, AxisSet::of([5]), at));
             patches.check()?;
             let patches = patches.reshape_to(of(&[batch, groups * depth, height, width, high, wide])?, at);
             let order = of(&[batch, groups * depth, high, wide, height, width])?;
@@ -320,7 +325,7 @@ impl Tensor {
             let flat = index.reshape_to(shape_of(&[index.numel()], "embedding", at)?, at);
             Ok(self.index_select(0, &flat).reshape_to(shape_of(&sizes, "embedding", at)?, at))
         };
-        made().unwrap_or_else(Tensor::holding)
+        asked_as("embedding", at, made).unwrap_or_else(Tensor::holding)
     }
 
     /// Sets elements to zero with a probability, and makes up for it in the others.
@@ -367,7 +372,7 @@ impl Tensor {
             return Tensor::failed("attention", ErrorKind::WrongShape { found: found.to_vec(), expected }, at);
         }
         let scale = 1.0 / (self.shape()[rank - 1] as f64).sqrt();
-        let mut scores = self.matrix_product(&keys.t(), at) * scale;
+        let mut scores = product([self, &keys.t()], at, |[a, b]| a.matrix_product(b, at)) * scale;
         if causal {
             let (queries, count) = (self.shape()[rank - 2], keys.shape()[other - 2]);
             let column = Tensor::arange(0, i64::try_from(count).unwrap_or(i64::MAX), 1, DType::I64);
@@ -377,20 +382,64 @@ impl Tensor {
             let seen = column.le(row + behind);
             scores = Tensor::choose(&seen, &scores, &scores.scalar_like(f64::NEG_INFINITY, at), at);
         }
-        scores.softmax(-1).matrix_product(values, at)
+        let composed = product([&scores.softmax(-1), values], at, |[a, b]| a.matrix_product(b, at));
+        self.attention_kernel(keys, values, causal, composed, at)
+    }
+
+    /// Half precision without gradients may be one kernel; whether it is depends on the device that computes it. With
+    /// gradients it is composed: going backwards needs the softmax, which the kernel does not keep.
+    fn attention_kernel(&self, keys: &Tensor, values: &Tensor, causal: bool, composed: Tensor, at: Caller) -> Tensor {
+        let is_half = matches!(self.dtype(), DType::F16 | DType::BF16);
+        if !is_half || composed.check().is_err() || composed.requires_grad() || composed.numel() == 0 {
+            return composed;
+        }
+        let shape = composed.shape();
+        let heads = &shape[..shape.rank() - 2];
+        let whole = |tensor: &Tensor| {
+            let own = tensor.shape();
+            let all = Shape::new(&[heads, &own[own.rank() - 2..]].concat())?;
+            (all.numel() > 0).then(|| tensor.expand_to(all, at))
+        };
+        let (Some(queries), Some(keys), Some(values)) = (whole(self), whole(keys), whole(values)) else {
+            return composed;
+        };
+        let op = Op::Attention { is_causal: causal };
+        Tensor::make(op, &[&queries, &keys, &values, &composed], shape, self.dtype(), at)
     }
 
     /// The mean of squared differences.
     #[track_caller]
     pub fn mse_loss(&self, target: &Tensor) -> Tensor {
-        (self - target).square().mean(())
+        let at = Location::caller();
+        let made = || {
+            self.same_shape(target, "mse_loss", at)?;
+            Ok((self - target).square().mean(()))
+        };
+        asked_as("mse_loss", at, made).unwrap_or_else(Tensor::holding)
+    }
+
+    /// Whether targets have the shape of what is judged by them: broadcast, each would be compared with each.
+    fn same_shape(&self, target: &Tensor, operation: &'static str, at: Caller) -> Result<(), TensorError> {
+        self.check()?;
+        target.check()?;
+        if self.shape() == target.shape() {
+            return Ok(());
+        }
+        let why =
+            format!("{} is compared with targets of shape {}; they must be the same", self.shape(), target.shape());
+        Err(TensorError::new(operation, ErrorKind::BadArgument { why }, at))
     }
 
     /// The mean of `-ln` of the probability of the truth, of logits; targets are 0 to 1.
     #[track_caller]
     pub fn binary_cross_entropy(&self, target: &Tensor) -> Tensor {
-        // ln(1 + e^x) - x·t, without overflow.
-        (self.softplus() - self * target).mean(())
+        let at = Location::caller();
+        let made = || {
+            self.same_shape(target, "binary_cross_entropy", at)?;
+            // ln(1 + e^x) - x·t, without overflow.
+            Ok((self.softplus() - self * target).mean(()))
+        };
+        asked_as("binary_cross_entropy", at, made).unwrap_or_else(Tensor::holding)
     }
 
     /// The mean of `-ln` of the probability of the right class, of logits `[batch, classes]`; targets are classes, i64.
@@ -399,7 +448,7 @@ impl Tensor {
         let at = Location::caller();
         let made = || {
             self.sizes::<2>("cross_entropy", "logits [batch, classes]", at)?;
-            target.sizes::<1>("cross_entropy", "targets [batch]", at)?;
+            target.sizes::<1>("cross_entropy", "a class for each row, targets [batch],", at)?;
             if target.dtype() != DType::I64 {
                 let what = ErrorKind::WrongDType { found: target.dtype(), takes: "classes as i64: use .cast()" };
                 return Err(TensorError::new("cross_entropy", what, at));
@@ -409,10 +458,13 @@ impl Tensor {
                 let why = format!("logits of {batch} examples, and targets of {count}");
                 return Err(TensorError::new("cross_entropy", ErrorKind::BadArgument { why }, at));
             }
-            let right = self.log_softmax(1).gather(1, &target.unsqueeze(1));
+            // Counted from the end, a class below zero would be one of the last: it is moved out of the range instead.
+            let classes = i64::try_from(self.shape()[1]).unwrap_or(i64::MAX);
+            let class = Tensor::choose(&target.lt(0), &(target - classes), target, at);
+            let right = self.log_softmax(1).gather(1, &class.unsqueeze(1));
             Ok(-right.mean(()))
         };
-        asked_at(at, made).unwrap_or_else(Tensor::holding)
+        asked_as("cross_entropy", at, made).unwrap_or_else(Tensor::holding)
     }
 
     /// Pieces of a size along an axis; the last may be smaller.

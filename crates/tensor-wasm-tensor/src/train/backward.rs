@@ -45,6 +45,13 @@ impl Tensor {
     /// them to what is there. The graph is freed: what was computed keeps its value, but not how.
     #[track_caller]
     pub fn backward(&self) -> Result<()> {
+        self.backward_with(&[])
+    }
+
+    /// The same, and other tensors in the same plan: what is computed on the way to the number, such as the logits
+    /// that a loss is made of, and would be computed again by whoever reads it later.
+    #[track_caller]
+    pub fn backward_with(&self, others: &[&Tensor]) -> Result<()> {
         let at = Location::caller();
         self.check()?;
         if self.node.requires_grad && self.node.state.lock().recipe.is_none() {
@@ -60,7 +67,7 @@ impl Tensor {
             autograd::no_grad(|| known.map_or_else(|| new.clone(), |known| known + new))
         };
         let sums: Vec<Tensor> = known.iter().zip(&new).map(|(known, new)| add(known.as_ref(), new)).collect();
-        let all: Vec<&Tensor> = sums.iter().chain([self]).collect();
+        let all: Vec<&Tensor> = sums.iter().chain([self]).chain(others.iter().copied()).collect();
         Tensor::realize_all(&all)?;
         for ((asked, sum), (known, new)) in asked.iter().zip(sums).zip(known.iter().zip(&new)) {
             let Some(gradients) = asked.node.gradients.get() else { continue };

@@ -4,14 +4,28 @@
 use std::panic::Location;
 
 use super::Variable;
+use super::variable::HeldVariables;
 use crate::autograd::no_grad;
 use crate::error::{ErrorKind, Result, TensorError};
+use crate::graph::Node;
 use crate::tensor::Tensor;
 
 /// Makes variables better, by their gradients.
 pub trait Optimizer {
     /// One step. Variables without a gradient stay as they are; gradients are forgotten.
     fn step(&mut self) -> Result<()>;
+
+    /// One step where a single truth is so, and none where it is not: then everything stays as it is, but for the count
+    /// of steps, by which [`Adam`] corrects its means. Where that is decided on a device, nobody waits for it.
+    fn step_if(&mut self, is_taken: &Tensor) -> Result<()>;
+
+    /// What it makes better.
+    fn variables(&self) -> &[Variable];
+
+    /// Forgets the gradients of its variables without a step.
+    fn zero_grad(&self) {
+        self.variables().iter().for_each(Variable::zero_grad);
+    }
 
     fn learning_rate(&self) -> f64;
 
@@ -31,39 +45,60 @@ struct Memory {
     /// For each variable, as many as there are names, once it was stepped.
     kept: Vec<Option<Vec<Tensor>>>,
     steps: i64,
+    /// Whether the step that is being made is taken; always if nobody says.
+    is_taken: Option<Tensor>,
 }
 
 impl Memory {
     fn new(variables: &[Variable], names: &'static [&'static str]) -> Memory {
-        Memory { variables: variables.to_vec(), names, kept: vec![None; variables.len()], steps: 0 }
+        Memory { variables: variables.to_vec(), names, kept: vec![None; variables.len()], steps: 0, is_taken: None }
     }
 
     /// One step: `update` makes the new value and what is remembered from the old value, its gradient, and what was
     /// remembered.
+    ///
+    /// What is new takes the place of what is old where nobody else holds that: at ten million parameters a step is bound
+    /// by memory, and memory that was just read is in a cache when it is written.
+    #[track_caller]
     fn step(&mut self, update: impl Fn(&Tensor, &Tensor, &[Tensor]) -> (Tensor, Vec<Tensor>)) -> Result<()> {
-        for (n, variable) in self.variables.iter().enumerate() {
-            let value = variable.get();
+        if self.variables.is_empty() {
+            let why = "there are no variables to train; a module of your own names its layers and variables in parts()";
+            let what = ErrorKind::BadArgument { why: why.to_owned() };
+            return Err(TensorError::new("step", what, Location::caller()));
+        }
+        let mut variables = HeldVariables::new(&self.variables);
+        let mut given_up = Vec::new();
+        for n in 0..self.variables.len() {
+            let value = variables.tensor(n);
             if let Some(gradient) = value.grad().filter(|gradient| gradient.shape() != value.shape()) {
                 let expected = format!("a gradient of shape {} for variable {n}", value.shape());
                 let what = ErrorKind::WrongShape { found: gradient.shape().to_vec(), expected };
                 return Err(TensorError::new("step", what, gradient.node.at));
             }
+            // Before anything is made of them, which would refer to them.
+            let old = self.kept[n].iter().flatten().chain([value]);
+            given_up.extend(old.filter_map(|old| Node::sole_storage(&old.node)));
         }
         let mut made: Vec<(usize, Tensor, Vec<Tensor>)> = Vec::new();
         no_grad(|| {
-            for (n, variable) in self.variables.iter().enumerate() {
-                let value = variable.get();
+            for n in 0..self.variables.len() {
+                let value = variables.tensor(n);
                 let Some(gradient) = value.grad() else { continue };
                 let zeros = || self.names.iter().map(|_| Tensor::zeros(&value.shape(), value.dtype())).collect();
                 let kept = self.kept[n].clone().unwrap_or_else(zeros);
-                let (new, kept) = update(&value.detach(), &gradient, &kept);
-                made.push((n, new, kept));
+                let (mut new, mut next) = update(&value.detach(), &gradient, &kept);
+                if let Some(is_taken) = &self.is_taken {
+                    new = is_taken.where_(&new, value.detach());
+                    let both = next.iter().zip(&kept);
+                    next = both.map(|(next, kept)| is_taken.where_(next, kept)).collect();
+                }
+                made.push((n, new, next));
             }
         });
         let all: Vec<&Tensor> = made.iter().flat_map(|(_, new, kept)| kept.iter().chain([new])).collect();
-        Tensor::realize_all(&all)?;
+        Tensor::realize_over(&all, &given_up)?;
         for (n, new, kept) in made {
-            self.variables[n].set(&new);
+            variables.set(n, &new);
             self.kept[n] = Some(kept);
         }
         Ok(())
@@ -113,6 +148,17 @@ macro_rules! optimizer {
                 self.memory.steps += 1;
                 // A step that failed was none.
                 step(self).inspect_err(|_| self.memory.steps -= 1)
+            }
+
+            fn step_if(&mut self, is_taken: &Tensor) -> Result<()> {
+                self.memory.is_taken = Some(is_taken.clone());
+                let stepped = self.step();
+                self.memory.is_taken = None;
+                stepped
+            }
+
+            fn variables(&self) -> &[Variable] {
+                &self.memory.variables
             }
 
             fn learning_rate(&self) -> f64 {
@@ -315,5 +361,139 @@ pub fn clip_grad_norm(variables: &[Variable], most: f64) -> Result<f64> {
 pub fn clip_grad_value(variables: &[Variable], most: f64) {
     for tensor in variables.iter().map(Variable::get) {
         tensor.set_grad(tensor.grad().map(|gradient| gradient.clip(-most, most)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::SmallRng;
+    use rand::{Rng, SeedableRng};
+
+    use super::*;
+    use crate::dtype::DType;
+
+    fn variable(count: usize, seed: u64) -> Variable {
+        let tensor = Tensor::uniform(&[count], seed, DType::F32);
+        tensor.realize().unwrap();
+        Variable::new(&tensor)
+    }
+
+    /// Where the elements of a variable are.
+    fn address(variable: &Variable) -> usize {
+        variable.get().value().unwrap().storage.cpu().unwrap().as_ptr().addr()
+    }
+
+    fn step(optimizer: &mut dyn Optimizer, variable: &Variable, gradient: &Tensor) {
+        variable.get().set_grad(Some(gradient.clone()));
+        optimizer.step().unwrap();
+    }
+
+    #[test]
+    fn a_step_takes_the_place_of_what_nobody_holds() {
+        let (variable, gradient) = (variable(5000, 1), Tensor::uniform(&[5000], 2, DType::F32));
+        gradient.realize().unwrap();
+        let mut adam = Adam::new(std::slice::from_ref(&variable), 0.1);
+        step(&mut adam, &variable, &gradient);
+        let place = address(&variable);
+        let mut plans = 0;
+        for n in 0..4 {
+            step(&mut adam, &variable, &gradient);
+            assert_eq!(address(&variable), place, "nobody holds it");
+            if n == 0 {
+                plans = crate::plans_made();
+            }
+        }
+        assert_eq!(crate::plans_made(), plans);
+        let (held, state) = (variable.get(), adam.state());
+        let before: Vec<Vec<f32>> = [&held, &state[1].1, &state[2].1].map(|held| held.to_vec().unwrap()).to_vec();
+        step(&mut adam, &variable, &gradient);
+        assert_ne!(address(&variable), place, "somebody holds it");
+        let after: Vec<Vec<f32>> = [&held, &state[1].1, &state[2].1].map(|held| held.to_vec().unwrap()).to_vec();
+        assert_eq!(before, after);
+        drop((held, state));
+        let place = address(&variable);
+        step(&mut adam, &variable, &gradient);
+        assert_eq!(address(&variable), place, "nobody holds it any more");
+    }
+
+    #[test]
+    fn a_step_that_finds_no_memory_was_none() {
+        // The second one is a number for all of its elements, until it is stepped.
+        let many = crate::memory_limit() / 4 * 2;
+        let variables = [variable(5000, 1), Variable::new(&Tensor::ones(&[many], DType::F32))];
+        let before = variables[0].get().to_vec::<f32>().unwrap();
+        let mut sgd = Sgd::new(&variables, 0.1);
+        for variable in &variables {
+            let value = variable.get();
+            value.set_grad(Some(Tensor::ones(&value.shape(), DType::F32)));
+        }
+        let failed = sgd.step().expect_err("too much");
+        assert!(matches!(*failed.what, ErrorKind::OutOfMemory { .. }), "{failed}");
+        assert_eq!(variables[0].get().to_vec::<f32>().unwrap(), before);
+    }
+
+    /// What somebody may hold of a variable, with the elements that it has now.
+    fn held(rng: &mut SmallRng, variable: &Variable, optimizer: &dyn Optimizer) -> Vec<(Tensor, Vec<f64>)> {
+        let value = variable.get();
+        let tensors: Vec<Tensor> = match rng.random_range(0..7) {
+            0 => vec![value],
+            1 => vec![value.slice(0, Some(3), Some(9), 2)],
+            // Computed later, from what it was made of.
+            2 => vec![value.detach() * 2.0 + 1.0],
+            3 => vec![(&value * &value).sum(())],
+            4 => optimizer.state().into_iter().skip(1).map(|(_, tensor)| tensor).collect(),
+            _ => Vec::new(),
+        };
+        let same = |tensor: &Tensor| {
+            // The elements, without computing it where that is what it is about.
+            let value = variable.get().to_f64().unwrap();
+            match tensor.requires_grad() && tensor.numel() == 1 {
+                true => vec![value.iter().map(|x| x * x).sum()],
+                false if tensor.node.state.lock().value.is_none() && tensor.numel() == value.len() => {
+                    let is_sum = !tensor.requires_grad();
+                    value.iter().map(|x| if is_sum { x * 2.0 + 1.0 } else { *x }).collect()
+                }
+                false => tensor.to_f64().unwrap(),
+            }
+        };
+        tensors.into_iter().map(|tensor| (tensor.clone(), same(&tensor))).collect()
+    }
+
+    #[test]
+    fn what_somebody_holds_is_never_overwritten() {
+        for seed in 0..120 {
+            let mut rng = SmallRng::seed_from_u64(seed);
+            let count = [11, 64, 1000, 70_000][rng.random_range(0..4)];
+            let make = |variables: &[Variable]| -> Box<dyn Optimizer> {
+                match seed % 6 {
+                    0 => Box::new(Sgd::new(variables, 0.1)),
+                    1 => Box::new(Sgd::with_momentum(variables, 0.1, 0.9, true)),
+                    2 => Box::new(Adam { weight_decay: 0.1, ..Adam::new(variables, 0.1) }),
+                    3 => Box::new(AdamW::new(variables, 0.1)),
+                    4 => Box::new(AdaGrad::new(variables, 0.1)),
+                    _ => Box::new(RmsProp::new(variables, 0.1)),
+                }
+            };
+            // The same twice: of the other one, everything is held.
+            let (own, other) = (variable(count, seed), variable(count, seed));
+            let (mut optimizer, mut twin) = (make(std::slice::from_ref(&own)), make(std::slice::from_ref(&other)));
+            let (mut kept, mut all) = (Vec::new(), Vec::new());
+            for n in 0..5 {
+                let gradient = Tensor::normal(&[count], seed * 100 + n, DType::F32);
+                kept.extend(held(&mut rng, &own, &*optimizer));
+                all.push((other.get(), twin.state()));
+                step(&mut *optimizer, &own, &gradient);
+                step(&mut *twin, &other, &gradient);
+                assert_eq!(own.get().to_vec::<f32>().unwrap(), other.get().to_vec::<f32>().unwrap(), "seed {seed}");
+                if rng.random_bool(0.3) {
+                    kept.clear();
+                }
+            }
+            for (tensor, before) in &kept {
+                let after = tensor.to_f64().unwrap();
+                let is_same = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-4 * b.abs().max(1.0);
+                assert!(after.iter().zip(before).all(is_same), "seed {seed}: {tensor:?}");
+            }
+        }
     }
 }

@@ -1,7 +1,7 @@
 //! Modules that are made of others, and what is said about what they are given.
 
 use tensor_wasm_tensor::nn::{self, Module};
-use tensor_wasm_tensor::{DType, Tensor, grad};
+use tensor_wasm_tensor::{DType, Optimizer, Sgd, Tensor, Variable, check_gradients, grad, plans_made};
 
 /// A model whose parts have something to remember.
 struct Parted {
@@ -58,7 +58,7 @@ fn what_a_layer_is_given_wrongly_is_said_of_the_line_that_made_it() {
     let (loss, line) = (logits.cross_entropy(&Tensor::from_slice(&[0_i64, 7], &[2])), line!());
     let message = loss.item::<f32>().expect_err("there are three classes").to_string();
     assert!(
-        message.contains("index 7 of axis 1, which has 3") && message.contains(&format!("modules/mod.rs:{line}:")),
+        message.contains("class 7, and there are 3") && message.contains(&format!("modules/mod.rs:{line}:")),
         "{message}"
     );
     assert_eq!(format!("{:?}", loss.item::<f32>().expect_err("the same")), message, "what a main prints is for people");
@@ -66,4 +66,71 @@ fn what_a_layer_is_given_wrongly_is_said_of_the_line_that_made_it() {
     let message = grad(&x.square().sum(()), &[&x, &logits]).expect_err("the one without").to_string();
     assert!(message.contains("input 1 is nothing that gradients are asked for"), "{message}");
     assert!(grad(&x.square().sum(()), &[&y]).is_ok(), "it does not depend on it: zeros");
+}
+
+/// Errors of what is composed name what was asked for, also on the way back.
+#[test]
+fn a_loss_says_what_is_wrong_with_its_targets() {
+    let logits = Variable::new(&Tensor::normal(&[2, 3], 1, DType::F32));
+    for (class, expected) in [
+        (-1_i64, "cross_entropy: class -1, and there are 3, from 0 on"),
+        (3, "cross_entropy: class 3, and there are 3, from 0 on"),
+        (-100, "cross_entropy: class -100, and there are 3, from 0 on"),
+    ] {
+        let targets = Tensor::from_slice(&[0, class], &[2]);
+        let read = logits.get().cross_entropy(&targets).item::<f32>().expect_err("there is no such class");
+        let back = logits.get().cross_entropy(&targets).backward().expect_err("nor on the way back");
+        for message in [read.to_string(), back.to_string()] {
+            assert!(message.contains(expected) && message.contains("tests/modules/mod.rs:"), "{message}");
+        }
+    }
+    let table = Variable::new(&Tensor::normal(&[5, 2], 1, DType::F32));
+    let chosen = table.get().embedding(&Tensor::from_slice(&[7_i64], &[1]));
+    let message = chosen.sum(()).backward().expect_err("it has five rows").to_string();
+    assert!(message.contains("embedding: row 7 of a table of 5 rows"), "{message}");
+
+    let (column, row) = (Tensor::ones(&[4, 1], DType::F32), Tensor::ones(&[4], DType::F32));
+    for (loss, name) in
+        [(column.mse_loss(&row), "mse_loss"), (column.binary_cross_entropy(&row), "binary_cross_entropy")]
+    {
+        let message = loss.item::<f32>().expect_err("each would be compared with each").to_string();
+        let expected = format!("{name}: [4, 1] is compared with targets of shape [4]; they must be the same");
+        assert!(message.contains(&expected), "{message}");
+    }
+    let message = row.mse_loss(&row.cast(DType::F64)).item::<f32>().expect_err("of other types").to_string();
+    assert!(message.contains("mse_loss: operands are f32 and f64"), "{message}");
+}
+
+#[test]
+fn what_is_not_trained_is_left_alone() {
+    let model = nn::Sequential::new().then(nn::Linear::new(4, 4, 1)).then(nn::Linear::new(4, 1, 2));
+    let x = Tensor::normal(&[8, 4], 3, DType::F32);
+    model.set_requires_grad(false);
+    let message = model.forward(&x).mean(()).backward().expect_err("all of it is frozen").to_string();
+    assert!(message.contains("nothing it depends on asks for gradients"), "{message}");
+    model.set_requires_grad(true);
+    model.forward(&x).mean(()).backward().unwrap();
+    assert!(model.parameters().iter().all(|variable| variable.grad().is_some()));
+    model.zero_grad();
+    assert!(model.parameters().iter().all(|variable| variable.grad().is_none()));
+
+    let message = Sgd::new(&[], 0.1).step().expect_err("there is nothing to train").to_string();
+    assert!(message.contains("step: there are no variables to train"), "{message}");
+}
+
+#[test]
+fn what_is_computed_with_a_loss_is_not_computed_again() {
+    let w = Variable::new(&Tensor::normal(&[3, 3], 1, DType::F32));
+    let logits = Tensor::normal(&[2, 3], 2, DType::F32).matmul(&w.get());
+    logits.cross_entropy(&Tensor::from_slice(&[0_i64, 2], &[2])).backward_with(&[&logits]).unwrap();
+    let before = plans_made();
+    logits.to_vec::<f32>().unwrap();
+    assert_eq!(plans_made(), before);
+}
+
+#[test]
+fn gradients_of_gradients_are_checked_too() {
+    let x = Tensor::normal(&[3, 2], 1, DType::F64);
+    let penalty = |x: &[Tensor]| grad(&x[0].tanh().square().sum(()), &[&x[0]]).unwrap().remove(0).square();
+    check_gradients(penalty, &[x]).unwrap();
 }

@@ -294,7 +294,7 @@ impl tensors::Host for State {
         };
         let limits = &self.call().account.limits;
         Ok(Ok(match &device {
-            Device::Cpu => {
+            Device::Cpu | Device::Auto => {
                 let memory_bytes_max = limits.tensor_memory_bytes_max;
                 let free = own.room().1 as u64;
                 let memory_bytes_used = memory_bytes_max.saturating_sub(free);

@@ -36,7 +36,8 @@ impl Roofline {
 
 fn estimate(need: &PlanNeed, device: &Device) -> Duration {
     match device {
-        Device::Cpu => CORE.estimate(need, tensor_wasm_tensor::threads() as u64),
+        // No session has `auto`: what a guest is charged for is known before it computes.
+        Device::Cpu | Device::Auto => CORE.estimate(need, tensor_wasm_tensor::threads() as u64),
         Device::Cuda(_) => GPU.estimate(need, 1),
     }
 }
@@ -139,7 +140,7 @@ impl PlanLines {
 
     fn of(&self, device: &Device) -> &Arc<Turns> {
         match device {
-            Device::Cpu => &self.cpu,
+            Device::Cpu | Device::Auto => &self.cpu,
             Device::Cuda(_) => &self.gpu,
         }
     }

@@ -1,9 +1,10 @@
 //! From a kernel to a program: where every value is, and in which order it gets there.
 
 use super::super::tile::{self, Class, Side, TileOp};
+use super::around::Affine;
 use super::{
-    Accumulate, Instruction, InstructionKind, Load, MapProgram, Register, STREAM_BYTES_MIN, Source, Strategy, Strides,
-    TILE_MAX,
+    Accumulate, Instruction, InstructionKind, Load, MapProgram, Register, STREAM_BYTES_MIN, Single, SingleNumber,
+    Source, Strategy, Strides, TILE_MAX,
 };
 use crate::dtype::DType;
 use crate::graph::op::BinaryOp;
@@ -18,23 +19,23 @@ const ROW_MIN: usize = 64;
 
 /// Makes a program from a kernel.
 pub(super) struct Compile<'k> {
-    kernel: &'k MapKernel,
+    pub(super) kernel: &'k MapKernel,
     strategy: Strategy,
-    loads: Vec<Load>,
+    pub(super) loads: Vec<Load>,
     instructions: Vec<Instruction>,
-    singles: Vec<(usize, DType)>,
+    pub(super) singles: Vec<Single>,
     constants: Vec<(Register, usize, DType)>,
     registers: Vec<usize>,
     row_registers: usize,
     /// Registers by the size of their elements that are not used at the moment.
     free: Vec<Register>,
     /// Where values are, at their own level and repeated.
-    at: Vec<Option<Source>>,
+    pub(super) at: Vec<Option<Source>>,
     repeated: Vec<Option<Source>>,
     /// How many operands are still to be read from a value.
-    uses: Vec<usize>,
-    /// Products with a number that are left to the sum they are for: what is multiplied, by which number.
-    left: Vec<Option<(usize, usize)>>,
+    pub(super) uses: Vec<usize>,
+    /// Operations that are left to their user, which may take them along.
+    pub(super) waiting: Vec<Option<Affine>>,
 }
 
 impl<'k> Compile<'k> {
@@ -78,7 +79,7 @@ impl<'k> Compile<'k> {
             at: vec![None; kernel.values.len()],
             repeated: vec![None; kernel.values.len()],
             uses,
-            left: vec![None; kernel.values.len()],
+            waiting: vec![None; kernel.values.len()],
         }
     }
 
@@ -135,11 +136,11 @@ impl<'k> Compile<'k> {
         Strategy::Accumulate(Accumulate { kept, reduced, inner, is_inner_reduced, results: Vec::new() })
     }
 
-    fn class(&self, value: usize) -> Class {
+    pub(super) fn class(&self, value: usize) -> Class {
         Class::of(self.kernel.values[value].dtype)
     }
 
-    fn register(&mut self, level: Level, bytes: usize) -> Source {
+    pub(super) fn register(&mut self, level: Level, bytes: usize) -> Source {
         if level == Level::Row {
             self.row_registers += 1;
             return Source::RowRegister(self.row_registers - 1);
@@ -155,7 +156,7 @@ impl<'k> Compile<'k> {
     }
 
     /// An operand has been read: its register is free if it was the last time.
-    fn done_with(&mut self, value: usize) {
+    pub(super) fn done_with(&mut self, value: usize) {
         self.uses[value] -= 1;
         if self.uses[value] == 0 {
             for source in [self.at[value], self.repeated[value]].into_iter().flatten() {
@@ -172,7 +173,7 @@ impl<'k> Compile<'k> {
     }
 
     /// The result that a value can be written to where it is made.
-    fn result(&self, value: usize) -> Option<usize> {
+    pub(super) fn result(&self, value: usize) -> Option<usize> {
         let is_half = matches!(self.kernel.values[value].dtype, DType::F16 | DType::BF16);
         let store = self.kernel.stores.iter().position(|(stored, _)| *stored == value)?;
         // Where it takes the place of an operand, that may still be read: it is copied at the end.
@@ -192,7 +193,7 @@ impl<'k> Compile<'k> {
     }
 
     /// Whether registers do not lie as results do.
-    fn is_apart(&self) -> bool {
+    pub(super) fn is_apart(&self) -> bool {
         matches!(self.strategy, Strategy::Planes { .. } | Strategy::Blocks { .. })
     }
 
@@ -209,12 +210,12 @@ impl<'k> Compile<'k> {
         }
     }
 
-    fn push(&mut self, kind: InstructionKind, level: Level, to: Source) {
+    pub(super) fn push(&mut self, kind: InstructionKind, level: Level, to: Source) {
         self.instructions.push(Instruction { kind, level, to });
     }
 
     /// Where an operand is for an instruction of a level: one a row is repeated for each point.
-    fn operand(&mut self, value: usize, level: Level) -> Source {
+    pub(super) fn operand(&mut self, value: usize, level: Level) -> Source {
         let own = self.kernel.values[value].level;
         let at = self.at[value].unwrap_or(Source::Register(0));
         let is_single = matches!(at, Source::Single(_));
@@ -229,8 +230,9 @@ impl<'k> Compile<'k> {
             // Never freed, so that it stays what it was before the first tile.
             self.registers.push(class.size());
             let register = self.registers.len() - 1;
-            let (parameter, dtype) = self.singles[single];
-            self.constants.push((register, parameter, dtype));
+            if let Single { number: SingleNumber::Given(parameter), dtype } = self.singles[single] {
+                self.constants.push((register, parameter, dtype));
+            }
             self.repeated[value] = Some(Source::Register(register));
             return Source::Register(register);
         }
@@ -278,11 +280,18 @@ impl<'k> Compile<'k> {
     }
 
     fn value(&mut self, n: usize) {
+        if !self.arithmetic(n) {
+            self.plain(n);
+        }
+    }
+
+    /// Makes a value by itself.
+    pub(super) fn plain(&mut self, n: usize) {
         let value = self.kernel.values[n].clone();
         let (class, level) = (self.class(n), value.level);
         let at = match value.kind {
             ValueKind::Fill(parameter) => {
-                self.singles.push((parameter, value.dtype));
+                self.singles.push(Single { number: SingleNumber::Given(parameter), dtype: value.dtype });
                 Source::Single(self.singles.len() - 1)
             }
             ValueKind::Load(load) => {
@@ -333,15 +342,6 @@ impl<'k> Compile<'k> {
                 self.tile(n, TileOp::Unary(op, class), &[a])
             }
             ValueKind::Binary(op, a, b) => {
-                if let Some(factors) = self.factors(n) {
-                    self.left[n] = Some(factors);
-                    return;
-                }
-                if self.left[a].or(self.left[b]).is_some() {
-                    let at = self.scaled(n, op, a, b);
-                    self.at[n] = Some(at);
-                    return;
-                }
                 let class = self.class(a);
                 let is_single = |value: usize| matches!(self.at[value], Some(Source::Single(_)));
                 let single = match (is_single(a), is_single(b)) {
@@ -393,45 +393,6 @@ impl<'k> Compile<'k> {
         let kind = InstructionKind::WithRows(TileOp::BinaryWith(op, operand, single), single, from, by);
         self.push(kind, Level::Full, to);
         Some(self.rounded(n, to))
-    }
-
-    /// What is multiplied by which number, if a value is such a product and is used once, by a sum or difference that
-    /// can do both in one pass.
-    fn factors(&self, n: usize) -> Option<(usize, usize)> {
-        let value = &self.kernel.values[n];
-        let ValueKind::Binary(BinaryOp::Mul, a, b) = value.kind else { return None };
-        let is_single = |value: usize| matches!(self.at[value], Some(Source::Single(_)));
-        let (factor, by) = match (is_single(a), is_single(b)) {
-            (false, true) => (a, b),
-            (true, false) => (b, a),
-            _ => return None,
-        };
-        let is_stored = self.kernel.stores.iter().any(|(stored, _)| *stored == n);
-        if self.uses[n] != 1 || is_stored || !matches!(value.dtype, DType::F32 | DType::F64) {
-            return None;
-        }
-        let user = self.kernel.values.iter().find(|user| user.kind.operands().any(|operand| operand == n))?;
-        let ValueKind::Binary(BinaryOp::Add | BinaryOp::Sub, p, q) = user.kind else { return None };
-        let other = if p == n { q } else { p };
-        // A number that is added is an operation of its own, and only one operand is multiplied on the way.
-        let is_free = other != n && !is_single(other) && self.left[other].is_none();
-        let is_number = matches!(self.kernel.values[other].kind, ValueKind::Fill(_));
-        (user.level == value.level && is_free && !is_number).then_some((factor, by))
-    }
-
-    /// A sum or difference, one of whose operands is such a product.
-    fn scaled(&mut self, n: usize, op: BinaryOp, a: usize, b: usize) -> Source {
-        let (product, other, scaled) = if self.left[a].is_some() { (a, b, Side::Left) } else { (b, a, Side::Right) };
-        let (class, level) = (self.class(n), self.kernel.values[n].level);
-        let (factor, by) = self.left[product].unwrap_or((other, other));
-        let from = [self.operand(factor, level), self.operand(other, level), self.at[by].unwrap_or(Source::Single(0))];
-        let to = match self.result(n) {
-            Some(store) => Source::Result(store),
-            None => self.register(level, class.size()),
-        };
-        [factor, by, other, product].into_iter().for_each(|value| self.done_with(value));
-        self.push(InstructionKind::Tile(TileOp::Scaled(op, class, scaled), from), level, to);
-        to
     }
 
     /// Half precision is rounded after each operation: a value is the same whether it was stored in between or not.

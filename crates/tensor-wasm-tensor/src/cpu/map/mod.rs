@@ -4,6 +4,7 @@
 //! belong, and everything else is gathered into a tile first.
 
 mod accumulate;
+mod around;
 mod compile;
 mod run;
 
@@ -46,7 +47,7 @@ pub(crate) struct MapProgram {
     /// For each tile, in this order.
     instructions: Vec<Instruction>,
     /// Numbers that are the same for all elements.
-    singles: Vec<(usize, DType)>,
+    singles: Vec<Single>,
     /// Registers that are filled with such numbers before the first tile: not every operation takes a single one.
     constants: Vec<(Register, usize, DType)>,
     /// Bytes of an element of each register.
@@ -61,6 +62,21 @@ pub(crate) struct MapProgram {
 }
 
 type Register = usize;
+
+/// A number that is the same for all elements, as an element of a type.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Single {
+    number: SingleNumber,
+    dtype: DType,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum SingleNumber {
+    /// One that comes with each run, by its number.
+    Given(usize),
+    Negated(usize),
+    Constant(f64),
+}
 
 /// How the space is walked through.
 #[derive(Debug, Clone, PartialEq)]

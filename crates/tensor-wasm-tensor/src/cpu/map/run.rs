@@ -4,12 +4,14 @@
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::super::affine::NUMBER_BYTES;
 use super::super::gemm::Multiply;
 use super::super::memory::ALIGN;
 use super::super::threads::parallel;
 use super::super::tile::{self, Class, Side, TileArgs, TileOp};
 use super::{
-    CHUNK, InstructionKind, Load, MapProgram, Register, Source, Strategy, Strides, TILE_MAX, WORK_MIN, signed,
+    CHUNK, InstructionKind, Load, MapProgram, Register, Single, SingleNumber, Source, Strategy, Strides, TILE_MAX,
+    WORK_MIN, signed,
 };
 use crate::dtype::{DType, Scalar};
 use crate::error::ErrorKind;
@@ -237,17 +239,17 @@ impl Run<'_> {
         let row_registers = bytes;
         bytes += row_bytes * program.row_registers;
         let singles = bytes;
-        bytes += 8 * program.singles.len();
+        bytes += NUMBER_BYTES * program.singles.len();
         SCRATCH.with_borrow_mut(|scratch| {
             scratch.resize((bytes + ALIGN) / 8 + 1, 0);
             let start = scratch.as_mut_ptr().cast::<u8>();
             // SAFETY: there is room for one line more.
             let start = unsafe { start.add(start.align_offset(ALIGN)) };
             let tiles = Tiles { start, registers, row_registers, row_bytes, singles };
-            for (n, (parameter, dtype)) in program.singles.iter().enumerate() {
-                let Some(Parameter::Scalar(scalar)) = self.parameters.get(*parameter) else { continue };
+            for (n, Single { number, dtype }) in program.singles.iter().enumerate() {
+                let Some(scalar) = self.scalar(*number) else { continue };
                 // SAFETY: there is room for them behind the registers.
-                unsafe { tiles.single(n).cast::<[u8; 8]>().write(register_of(*scalar, *dtype)) };
+                unsafe { tiles.single(n).cast::<[u8; NUMBER_BYTES]>().write(register_of(scalar, *dtype)) };
             }
             for (register, parameter, dtype) in &program.constants {
                 let Some(Parameter::Scalar(scalar)) = self.parameters.get(*parameter) else { continue };
@@ -266,6 +268,18 @@ impl Run<'_> {
                 *scratch = Vec::new();
             }
         });
+    }
+
+    fn scalar(&self, number: SingleNumber) -> Option<Scalar> {
+        let given = |parameter: usize| match self.parameters.get(parameter) {
+            Some(Parameter::Scalar(scalar)) => Some(*scalar),
+            _ => None,
+        };
+        match number {
+            SingleNumber::Given(parameter) => given(parameter),
+            SingleNumber::Negated(parameter) => given(parameter).map(|scalar| Scalar::Float(-scalar.as_f64())),
+            SingleNumber::Constant(number) => Some(Scalar::Float(number)),
+        }
     }
 
     /// Computes one part of the space.
@@ -435,7 +449,7 @@ pub(crate) fn register_of(scalar: Scalar, dtype: DType) -> [u8; 8] {
 
 impl Tiles {
     fn single(&self, single: usize) -> *mut u8 {
-        self.start.wrapping_add(self.singles + 8 * single)
+        self.start.wrapping_add(self.singles + NUMBER_BYTES * single)
     }
 
     fn register(&self, register: Register) -> *mut u8 {

@@ -4,10 +4,10 @@ use tensor_wasm_jit::build::{BinaryOp as B, BuildError, UnaryOp, Value, Variable
 use tensor_wasm_jit::{SUBGROUP, Ty};
 
 use super::super::index::{Indices, small, times};
-use super::super::numbers::{Built, Class, Numbers, Registers};
+use super::super::numbers::{Built, Class, Numbers, Registers, half_type};
 use super::memory::Places;
 use super::{Argument, DIVIDED_BY_ZERO, Emit, Frame, missing};
-use crate::graph::op::ReduceOp;
+use crate::graph::op::{ReduceOp, UnaryOp as NumberOp};
 use crate::schedule::plan::{Level, ValueKind};
 use crate::shape::Layout;
 
@@ -393,7 +393,14 @@ impl Emit<'_> {
             ValueKind::Unary(op, a) => {
                 let (op, class) = (*op, Class::of(dtype_of(*a)));
                 let lanes = self.lanes(*a, point.as_deref())?;
-                lanes.into_iter().map(|x| self.numbers().unary(op, class, x)).collect()
+                // Half precision cannot tell what is made with the device's own power of two from the exact one.
+                let is_half = half_type(value.dtype).is_some();
+                let mut compute = |x: Value| match op {
+                    NumberOp::Exp if is_half => self.numbers().exp_to_half(x),
+                    NumberOp::Erf if is_half => self.numbers().erf_to_half(x),
+                    _ => self.numbers().unary(op, class, x),
+                };
+                lanes.into_iter().map(&mut compute).collect()
             }
             ValueKind::Cast(a) => {
                 let (from, to) = (dtype_of(*a), value.dtype);

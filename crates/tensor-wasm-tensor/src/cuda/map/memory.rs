@@ -1,11 +1,11 @@
 //! Elements in memory: where those of a work item are under a layout, and how they are loaded and stored, several at
 //! once where they lie together.
 
-use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{BinaryOp as B, KernelBuilder, Value};
+use tensor_wasm_jit::{Target, Ty};
 
 use super::super::index::{Axes, small, some_axes, sum};
-use super::super::numbers::{Built, Class, Numbers, Registers};
+use super::super::numbers::{Built, Class, Numbers, Registers, half_type};
 use super::evaluate::Point;
 use super::{Argument, Emit, Frame};
 use crate::dtype::DType;
@@ -207,25 +207,29 @@ pub(in crate::cuda) fn store_one(
 
 /// The elements of a word, the lowest first.
 fn unpack(b: &mut KernelBuilder, dtype: DType, word: Value) -> Built<Vec<Value>> {
+    if let Some(half) = half_type(dtype) {
+        return [false, true].into_iter().map(|is_high| b.unpack_half(half, word, is_high)).collect();
+    }
     let bits = 8 * small(dtype.size());
     let mask = b.i32(((1_u32 << bits) - 1).cast_signed())?;
     let mut all = Vec::new();
     for n in 0..32 / bits {
         let shift = b.i32((n * bits).cast_signed())?;
         let part = b.binary(B::I32ShrU, word, shift)?;
-        let part = b.binary(B::I32And, part, mask)?;
-        let is_half = matches!(dtype, DType::F16 | DType::BF16);
-        all.push(if is_half { Numbers { b: &mut *b }.half_to_single(dtype, part)? } else { part });
+        all.push(b.binary(B::I32And, part, mask)?);
     }
     Ok(all)
 }
 
 /// As many elements as a word has.
 fn pack(b: &mut KernelBuilder, dtype: DType, lanes: &[Value]) -> Built<Value> {
+    if let (Some(half), [low, high], true) = (half_type(dtype), lanes, b.target() >= Target::Ampere) {
+        return b.pack_halves(half, *low, *high);
+    }
     let bits = 8 * small(dtype.size());
     let mut word = b.i32(0)?;
     for (n, lane) in (0..).zip(lanes) {
-        let is_half = matches!(dtype, DType::F16 | DType::BF16);
+        let is_half = half_type(dtype).is_some();
         let part = if is_half { Numbers { b: &mut *b }.single_to_half(dtype, *lane)? } else { *lane };
         let shift = b.i32((n * bits).cast_signed())?;
         let part = b.binary(B::I32Shl, part, shift)?;

@@ -3,15 +3,17 @@
 //! neighbouring elements, and each has as many at once as a device moves at once. What is computed of them is in
 //! `evaluate.rs`, where they are in memory in `memory.rs`.
 
+mod epilogue;
 mod evaluate;
 mod memory;
 mod turned;
 
+pub(super) use self::epilogue::Epilogue;
 pub(super) use self::memory::{load_one, store_one};
 
 use tensor_wasm_gpu::Product;
-use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, BuiltKernel, IdKind, KernelBuilder, Value};
+use tensor_wasm_jit::{Target, Ty};
 
 use super::index::{Axes, Indices, count, small, some_axes};
 use super::numbers::{Built, Class, Numbers, Registers};
@@ -112,10 +114,12 @@ struct Frame {
     is_kept: bool,
     reduced: AxisSet,
     group: usize,
+    /// What the device has.
+    target: Target,
 }
 
 impl Frame {
-    fn of(kernel: &MapKernel) -> Frame {
+    fn of(kernel: &MapKernel, target: Target) -> Frame {
         let reduces = |kind: &ValueKind| matches!(kind, ValueKind::Reduce(..));
         let has_rows = kernel.values.iter().any(|value| reduces(&value.kind));
         let reduced = if has_rows { kernel.reduced } else { AxisSet::default() };
@@ -135,6 +139,7 @@ impl Frame {
             is_kept: true,
             reduced,
             group: GROUP as usize,
+            target,
         };
         frame.lanes = frame.vector(kernel);
         let operand = |n: usize| kernel.values.iter().any(|value| value.kind.operands().any(|operand| operand == n));
@@ -211,13 +216,13 @@ fn rounds(kernel: &MapKernel) -> Vec<usize> {
 }
 
 /// Lowers a fused expression.
-pub(super) fn lower(kernel: &MapKernel) -> Built<LoweredStep> {
-    let frame = Frame::of(kernel);
+pub(super) fn lower(kernel: &MapKernel, target: Target) -> Built<LoweredStep> {
+    let frame = Frame::of(kernel, target);
     if frame.rows == 0 {
         return Ok(LoweredStep::default());
     }
     if let Some(turned) = turned::Turned::of(kernel) {
-        return Ok(LoweredStep { kernels: vec![turned::lower(kernel, &turned)?], scratch_bytes: Vec::new() });
+        return Ok(LoweredStep { kernels: vec![turned::lower(kernel, &turned, target)?], scratch_bytes: Vec::new() });
     }
     let reductions: Vec<usize> =
         (0..kernel.values.len()).filter(|n| matches!(kernel.values[*n].kind, ValueKind::Reduce(..))).collect();
@@ -279,9 +284,14 @@ struct Emit<'k> {
 }
 
 impl<'k> Emit<'k> {
+    /// With some scratch memory.
     fn new(kernel: &'k MapKernel, frame: Frame, name: &str, scratch: usize) -> Built<Emit<'k>> {
-        let mut b = KernelBuilder::new(name);
-        let mut arguments: Vec<Argument> = Vec::new();
+        Emit::with(kernel, frame, name, (0..scratch).map(Argument::Scratch).collect())
+    }
+
+    /// With windows besides those of the expression.
+    fn with(kernel: &'k MapKernel, frame: Frame, name: &str, mut arguments: Vec<Argument>) -> Built<Emit<'k>> {
+        let mut b = KernelBuilder::on(name, frame.target);
         let sources = kernel.loads.iter().map(|view| view.source);
         let stores = kernel.stores.iter().map(|(_, slot)| Source::Slot(*slot));
         for source in sources.chain(stores) {
@@ -289,7 +299,6 @@ impl<'k> Emit<'k> {
                 arguments.push(Argument::Buffer(source));
             }
         }
-        arguments.extend((0..scratch).map(Argument::Scratch));
         let parameters = kernel.values.iter().filter_map(|value| match value.kind {
             ValueKind::Fill(parameter) | ValueKind::Random(parameter, _) => Some(parameter),
             _ => None,

@@ -2,6 +2,7 @@
 //! they lie, and uses it as the result lies. In between it is in shared memory, in rows that are one element longer, so
 //! that a column of it is in all banks.
 
+use tensor_wasm_jit::Target;
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, IdKind, KernelBuilder, Value};
 
 use super::super::index::{Axes, Indices, small, sum, times};
@@ -49,7 +50,7 @@ impl Turned {
 }
 
 /// Lowers a kernel that has such operands.
-pub(super) fn lower(kernel: &MapKernel, turned: &Turned) -> Built<LoweredKernel> {
+pub(super) fn lower(kernel: &MapKernel, turned: &Turned, target: Target) -> Built<LoweredKernel> {
     let space = kernel.space;
     let (along, inner) = (turned.along, turned.inner);
     let frame = Frame {
@@ -63,6 +64,7 @@ pub(super) fn lower(kernel: &MapKernel, turned: &Turned) -> Built<LoweredKernel>
         is_kept: true,
         reduced: AxisSet::default(),
         group: GROUP as usize,
+        target,
     };
     let mut emit = Emit::new(kernel, frame, "map_turned", 0)?;
     let squares = [along, inner].map(|axis| small(space[axis].div_ceil(SIDE as usize)));
