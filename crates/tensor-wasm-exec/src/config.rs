@@ -99,7 +99,8 @@ section! {
     pub header_read_ms_max: u64 = 10_000;
     /// A request body may pause no longer than this between two pieces.
     pub body_idle_ms_max: u64 = 30_000;
-    /// A request body that is collected (all but those streamed to a guest; a deploy's and a model's too) must be whole within this.
+    /// A request body that is collected (all but those streamed to a guest; a deploy's and a model's too) must be whole
+    /// within this.
     pub body_ms_max: u64 = 300_000;
     /// Request bodies other than a deploy's or a model's.
     pub body_bytes_max: usize = 16 * MIB;

@@ -1,6 +1,6 @@
 //! A `wasi:http` handler that reads a digit: `POST /` with a PNG, or with 784 bytes of gray, 28 rows of 28. The network
-//! is the one that `crates/tensor-wasm-tensor/examples/cnn.rs` trains, from the host's models. `digits.safetensors` beside
-//! this was made, from the repository's root, by
+//! is the one that `crates/tensor-wasm-tensor/examples/cnn.rs` trains, from the host's models. `digits.safetensors`
+//! beside this was made, from the repository's root, by
 //! `cargo run --release -p tensor-wasm-tensor --example cnn -- --save guests/classify/digits.safetensors`.
 
 use guest_web::{Image, Refusal, body, refuse, respond};

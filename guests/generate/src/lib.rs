@@ -1,7 +1,8 @@
 //! A `wasi:http` handler that goes on with a text: `POST /` with a prompt, and what comes back is streamed letter by
 //! letter. `?tokens=200&temperature=0.7&seed=1`; temperature 0 takes the likeliest letter always. `story.safetensors`
-//! beside this was made, from the repository's root, by `cargo run --release -p tensor-wasm-tensor --example transformer --
-//! --save guests/generate/story.safetensors --save-dtype f16`.
+//! beside this was made, from the repository's root, by
+//! `cargo run --release -p tensor-wasm-tensor --example transformer -- --save guests/generate/story.safetensors
+//! --save-dtype f16`.
 
 mod transformer;
 

@@ -72,7 +72,7 @@ fn png(pixels: &[u8]) -> Vec<u8> {
         let mut crc = u32::MAX;
         for byte in &chunk {
             crc ^= u32::from(*byte);
-            (0..8).for_each(|_| crc = crc >> 1 ^ (crc & 1) * 0xedb8_8320);
+            (0..8).for_each(|_| crc = (crc >> 1) ^ ((crc & 1) * 0xedb8_8320));
         }
         file.extend(u32::try_from(content.len()).unwrap().to_be_bytes());
         file.extend(&chunk);
