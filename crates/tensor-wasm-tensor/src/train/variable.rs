@@ -67,8 +67,8 @@ impl<'v> HeldVariables<'v> {
 
 impl Variable {
     /// The value is computed here. As a graph it would be computed again by every plan that reads the variable, until a
-    /// step replaces it: two layers of 512² that nobody trained took 8 ms to make their weights in each call, and 0.1 ms
-    /// to use them.
+    /// step replaces it: two layers of 512² that nobody trained took 8 ms to make their weights in each call, and
+    /// 0.1 ms to use them.
     #[track_caller]
     pub fn new(value: &Tensor) -> Variable {
         let value = value.detach();
