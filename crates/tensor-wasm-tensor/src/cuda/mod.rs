@@ -42,8 +42,9 @@ const ROOM_PERIOD: Duration = Duration::from_micros(50);
 /// Whether products of `f32` may be less precise than that.
 static IS_TF32: AtomicBool = AtomicBool::new(false);
 
-/// Has matrices of `f32` multiplied on tensor cores from now on, where a device's library can: operands are rounded to
-/// ten bits of mantissa (tf32), sums are not. Off unless somebody asks for it.
+/// Has matrices of `f32` multiplied on tensor cores from now on, by a device's library or by our own kernels: operands
+/// have ten bits of mantissa (tf32), to which the library rounds them and a Hopper's warpgroups cut them off; sums have
+/// all of theirs. Off unless somebody asks for it.
 pub fn set_tf32(is_allowed: bool) {
     IS_TF32.store(is_allowed, Ordering::Relaxed);
 }
