@@ -364,7 +364,7 @@ fn padded(bytes: usize) -> Vec<u8> {
     wasm
 }
 
-fn peak_kib(server: &Server) -> u64 {
+pub fn peak_kib(server: &Server) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()

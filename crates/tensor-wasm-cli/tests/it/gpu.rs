@@ -5,15 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::support::{Options, Server, guest_bytes, stdout, tensor_wasm, wait_until};
-
-fn devices() -> Vec<&'static str> {
-    if stdout(&tensor_wasm(&["devices"])).contains("cuda:0") {
-        return vec!["cpu", "cuda"];
-    }
-    println!("skipped: no CUDA device");
-    vec!["cpu"]
-}
+use crate::support::{Options, Server, devices, guest_bytes, wait_until};
 
 fn deploy(server: &Server, name: &str, file: &str) {
     server.deploy_with(name, &guest_bytes(file), r#"{"gpu":true}"#).ok();

@@ -1,5 +1,6 @@
 //! Functions with models of the host's: one reads digits, one writes a text letter by letter. The tensor library in
-//! this process, with the same weights, is what they are compared with.
+//! this process, with the same weights, is what they are compared with. Everything runs on the CPU, and again on a GPU
+//! where there is one.
 
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use tensor_wasm_tensor::{DType, Tensor, io, no_grad};
 use crate::examples::digits::Digits;
 use crate::examples::models::{self, Transformer};
 use crate::examples::text::{STORY, Text};
-use crate::support::{Answer, Options, Server, guest_bytes, root, send, wait_until};
+use crate::support::{Answer, Options, Server, devices, guest_bytes, root, send, wait_until};
 
 /// Pictures that no training saw: examples train with those of seed 1.
 const HELD_OUT: (usize, u64) = (60, 4711);
@@ -23,9 +24,9 @@ fn weights(guest: &str, file: &str) -> PathBuf {
     root().join("guests").join(guest).join(file)
 }
 
-fn server() -> Server {
+fn server(device: &str) -> Server {
     // Long enough for a slow machine that compiles the first plans of its life.
-    Server::with(Options::config("[limits]\ndeadline_ms_max = 120000\n"))
+    Server::with(Options::config("[limits]\ndeadline_ms_max = 120000\n").device(device))
 }
 
 fn add(server: &Server, name: &str, file: &PathBuf) {
@@ -34,7 +35,7 @@ fn add(server: &Server, name: &str, file: &PathBuf) {
 }
 
 fn deploy(server: &Server, name: &str, file: &str, model: &str) {
-    let settings = json!({ "models": [model], "env": { "MODEL": model } });
+    let settings = json!({ "models": [model], "env": { "MODEL": model }, "gpu": true });
     server.deploy_with(name, &guest_bytes(file), &settings.to_string()).ok();
 }
 
@@ -83,7 +84,11 @@ fn png(pixels: &[u8]) -> Vec<u8> {
 
 #[test]
 fn a_function_reads_digits_that_no_training_saw() {
-    let server = server();
+    devices().into_iter().for_each(reads_digits);
+}
+
+fn reads_digits(device: &str) {
+    let server = server(device);
     let file = weights("classify", "digits.safetensors");
     add(&server, "digits", &file);
     deploy(&server, "classify", "classify.wasm", "digits");
@@ -106,7 +111,7 @@ fn a_function_reads_digits_that_no_training_saw() {
         assert!(expected.iter().zip(&found).all(|(a, b)| (a - b).abs() < 1e-4), "{expected:?} and not {found:?}");
         right_as_png += usize::from(post(&server, "/run/classify/", &png(&pixels)).ok()["digit"] == label);
     }
-    println!("of {} digits {right} are read right as bytes, {right_as_png} as PNG", digits.count());
+    println!("{device}: of {} digits {right} are read right as bytes, {right_as_png} as PNG", digits.count());
     assert!(right * 10 >= digits.count() * 9 && right_as_png * 10 >= digits.count() * 9);
     // The model was read once, for all of them.
     assert_eq!(server.metric("tensor_wasm_model_loads_total"), 1.0);
@@ -119,7 +124,7 @@ fn a_function_reads_digits_that_no_training_saw() {
 
 #[test]
 fn a_function_without_its_model_says_so() {
-    let server = server();
+    let server = server("cpu");
     let file = weights("classify", "digits.safetensors");
     let settings = r#"{"env":{"MODEL":"digits"}}"#;
     let wasm = guest_bytes("classify.wasm");
@@ -178,7 +183,11 @@ fn written(prompt: &str, count: usize) -> String {
 
 #[test]
 fn a_function_writes_what_the_library_writes_letter_by_letter() {
-    let server = server();
+    devices().into_iter().for_each(writes_a_text);
+}
+
+fn writes_a_text(device: &str) {
+    let server = server(device);
     add(&server, "story", &weights("generate", "story.safetensors"));
     deploy(&server, "generate", "generate.wasm", "story");
     let ask = |query: &str| {
@@ -189,7 +198,7 @@ fn a_function_writes_what_the_library_writes_letter_by_letter() {
     // Longer than what the model looks at, so that its window moves twice.
     let count = 2 * Transformer::CONTEXT + 10;
     let likeliest = ask(&format!("tokens={count}&temperature=0"));
-    println!("{PROMPT}|{likeliest}");
+    println!("{device}: {PROMPT}|{likeliest}");
     assert_eq!(likeliest.chars().count(), count);
     assert_eq!(likeliest, written(PROMPT, count));
     assert_eq!(likeliest, ask(&format!("tokens={count}&temperature=0&seed=9")));
@@ -216,7 +225,11 @@ fn a_function_writes_what_the_library_writes_letter_by_letter() {
 
 #[test]
 fn text_arrives_while_it_is_written_and_ends_with_its_reader() {
-    let server = server();
+    devices().into_iter().for_each(streams_a_text);
+}
+
+fn streams_a_text(device: &str) {
+    let server = server(device);
     add(&server, "story", &weights("generate", "story.safetensors"));
     deploy(&server, "generate", "generate.wasm", "story");
     let ask = |tokens: usize| {

@@ -10,6 +10,7 @@ use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 use tensor_wasm_tensor::{Tensor, io};
 
+use crate::deploy::peak_kib;
 use crate::support::{Answer, Options, Server, guest, read_all, send, stderr, stdout, wait_until};
 
 const OCTETS: [(&str, &str); 1] = [("content-type", "application/octet-stream")];
@@ -147,6 +148,18 @@ fn files_that_lie_are_refused_with_what_is_wrong_and_leave_nothing() {
     server.request("PUT", "/models/m", &typed, &model(&[1.0])).refused(415, "unsupported_media_type");
     assert_eq!((names(&server), stored(&server)), (vec![], vec![]));
     assert_eq!(files(&server.data.path().join("tmp")), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn a_large_model_is_streamed_to_disk() {
+    const BYTES: usize = 200 << 20;
+    let server = Server::start();
+    add(&server, "small", &model(&[1.0])).ok();
+    let before = peak_kib(&server);
+    let file = file(&format!(r#"{{"w":{{"dtype":"U8","shape":[{BYTES}],"data_offsets":[0,{BYTES}]}}}}"#), BYTES);
+    assert_eq!(add(&server, "large", &file).ok()["bytes"], file.len());
+    let grown = peak_kib(&server).saturating_sub(before);
+    assert!(grown < 48 << 10, "a model of {} MiB took {} MiB of memory", BYTES >> 20, grown >> 10);
 }
 
 #[test]

@@ -44,6 +44,15 @@ pub fn tensor_wasm(args: &[&str]) -> Output {
     Command::new(&*EXE).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
+/// What tests of devices run on: the CPU, and a GPU where there is one.
+pub fn devices() -> Vec<&'static str> {
+    if stdout(&tensor_wasm(&["devices"])).contains("cuda:0") {
+        return vec!["cpu", "cuda"];
+    }
+    println!("skipped: no CUDA device");
+    vec!["cpu"]
+}
+
 pub fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }

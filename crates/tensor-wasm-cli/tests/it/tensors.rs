@@ -8,15 +8,7 @@ use serde_json::{Value, json};
 use tensor_wasm_tensor::operations::{OPERATIONS, Operation, examples};
 use tensor_wasm_tensor::{DType, Tensor, expression, io};
 
-use crate::support::{Answer, Options, Server, guest_bytes, stdout, tensor_wasm, wait_until};
-
-fn devices() -> Vec<&'static str> {
-    if stdout(&tensor_wasm(&["devices"])).contains("cuda:0") {
-        return vec!["cpu", "cuda"];
-    }
-    println!("skipped: no CUDA device");
-    vec!["cpu"]
-}
+use crate::support::{Answer, Options, Server, devices, guest_bytes, wait_until};
 
 fn server(config: &str, device: &str) -> Server {
     let server = Server::with(Options::config(config).device(device));
