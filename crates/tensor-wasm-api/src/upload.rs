@@ -59,6 +59,33 @@ fn shortage(bytes_max: usize, limit: &'static str) -> Shortage {
     Shortage { what: "disk for uploads", max: format!("{bytes_max} bytes"), limit, instead }
 }
 
+impl DiskShare {
+    /// Takes as much as an upload has come to, or refuses it.
+    fn grow(&mut self, gateway: &Gateway, bytes: usize) -> Result<(), Rejection> {
+        let config = &gateway.runtime.config;
+        self.grow_within(bytes, (config.limits_of(&self.tenant).uploads_bytes_max, config.server.uploads_bytes_max))
+    }
+
+    fn grow_within(&mut self, bytes: usize, (tenant_max, server_max): (usize, usize)) -> Result<(), Rejection> {
+        let more = bytes.saturating_sub(self.bytes);
+        let mut by_tenant = self.uploads.by_tenant.lock();
+        let total: usize = by_tenant.values().sum();
+        let own = by_tenant.entry(self.tenant.clone()).or_default();
+        let (others, all_others) = (own.saturating_sub(self.bytes), total.saturating_sub(self.bytes));
+        if others > 0 && own.saturating_add(more) > tenant_max {
+            let shortage = shortage(tenant_max, "[limits] uploads_bytes_max");
+            return Err(Rejection::TenantShort { tenant: self.tenant.clone(), shortage, retry_after: RETRY_AFTER });
+        }
+        if all_others > 0 && total.saturating_add(more) > server_max {
+            let shortage = shortage(server_max, "[server] uploads_bytes_max");
+            return Err(Rejection::ServerShort { shortage, retry_after: RETRY_AFTER });
+        }
+        *own += more;
+        self.bytes += more;
+        Ok(())
+    }
+}
+
 impl Drop for DiskShare {
     fn drop(&mut self) {
         let mut by_tenant = self.uploads.by_tenant.lock();
@@ -91,14 +118,17 @@ pub(crate) async fn receive(
     if lower > bytes_max {
         return Err(kind.too_large(lower, bytes_max).into());
     }
-    // A body of no announced length may become as long as it may be.
-    let share = share(gateway, tenant, body.size_hint().upper().map_or(bytes_max, announced).min(bytes_max))?;
+    // Taken as the bytes come: what somebody announces and never sends must not keep others from uploading.
+    let mut share = share(gateway, tenant, 1)?;
+    let mut received = 0_usize;
     let mut upload = match kind {
         UploadKind::Module => gateway.runtime.upload(tenant)?,
         UploadKind::Model => gateway.runtime.upload_model(tenant)?,
     };
     let mut pieces = body::Pieces::of(gateway, body);
     while let Some(piece) = pieces.next().await? {
+        received = received.saturating_add(piece.len());
+        share.grow(gateway, received)?;
         upload.write(&piece).await?;
     }
     Ok((upload.finish().await?, share))
@@ -116,6 +146,11 @@ mod tests {
         assert!(matches!(uploads.share("a", 1, max), Err(Rejection::TenantShort { .. })));
         let other = uploads.share("b", 50, max).ok().unwrap();
         assert!(matches!(uploads.share("c", 1, max), Err(Rejection::ServerShort { .. })));
+        // What is announced takes nothing; what has come does.
+        let mut growing = uploads.share("d", 1, (100, 1000)).ok().unwrap();
+        assert!(growing.grow_within(700, (100, 1000)).is_ok(), "it uploads nothing else");
+        assert!(matches!(growing.grow_within(751, (100, 1000)), Err(Rejection::ServerShort { .. })));
+        drop(growing);
         drop((large, other));
         assert!(uploads.share("a", usize::MAX, max).is_ok());
         assert!(uploads.by_tenant.lock().is_empty());

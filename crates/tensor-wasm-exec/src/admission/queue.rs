@@ -30,6 +30,10 @@ const TENANTS_MAX: usize = 10_000;
 /// When full, ask again after this long: a typical call is over by then.
 const BUSY_RETRY: Duration = Duration::from_secs(1);
 
+/// Models that a tenant opens at once: each takes one of the background's 512 threads, also when the call that asked
+/// has ended.
+const MODEL_OPENINGS_MAX: usize = 4;
+
 /// A tenant's name, limits and the memory its running instances hold; shared by its permits.
 #[derive(Debug)]
 pub struct Account {
@@ -38,6 +42,8 @@ pub struct Account {
     pub memory_used_bytes: AtomicU64,
     /// What its functions' tensors on the CPU have.
     pub tensors: Arc<tensor_wasm_tensor::Account>,
+    /// Who opens models for it: each has a thread, which it keeps until a file is read.
+    pub(crate) model_openings: Arc<tokio::sync::Semaphore>,
     /// Where the queue keeps the tenant, for as long as somebody holds the account or a call of it runs.
     pub(super) slot: Slot,
 }
@@ -50,7 +56,8 @@ impl Account {
 
     fn new(name: Arc<str>, limits: Limits, slot: Slot) -> Account {
         let tensors = tenant_account(&limits);
-        Account { name, limits, memory_used_bytes: AtomicU64::new(0), tensors, slot }
+        let model_openings = Arc::new(tokio::sync::Semaphore::new(MODEL_OPENINGS_MAX));
+        Account { name, limits, memory_used_bytes: AtomicU64::new(0), tensors, model_openings, slot }
     }
 }
 

@@ -127,7 +127,17 @@ pub(crate) fn execute(
         }
         Auto::Open { device, machine } => {
             let on = choose(compiled, &device, &machine, leaves).on;
-            run(compiled, (on, &device), leaves, parameters)
+            let done = run(compiled, (on, &device), leaves, parameters);
+            // A GPU that has no memory left, or is lost, is no reason to fail where the elements are here too.
+            let is_here = || leaves.iter().all(|leaf| leaf.storage.cpu().is_ok());
+            match done {
+                Err((_, ErrorKind::Device { .. } | ErrorKind::DeviceMemory { .. }))
+                    if on == Processor::Gpu && is_here() =>
+                {
+                    run(compiled, (Processor::Cpu, &device), leaves, parameters)
+                }
+                done => done,
+            }
         }
     }
 }

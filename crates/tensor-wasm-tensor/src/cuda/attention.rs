@@ -33,7 +33,19 @@ const ELEMENT_BYTES: u32 = 2;
 
 /// Whether there is a kernel for such queries, keys and values.
 pub(super) fn is_possible(target: Target, dtype: DType, widths: [usize; 2]) -> bool {
-    target >= Target::Ampere && half_type(dtype).is_some() && widths.iter().all(|width| *width <= WIDTH_MAX)
+    // A tile has at least as many rows as the group copies at once.
+    let fits = || {
+        let tiles = widths.map(tile_of);
+        let keys = keys_of(tiles);
+        tiles.iter().all(|tile| ITEMS / (tile.row_bytes / CHUNK_BYTES) <= keys)
+    };
+    let is_narrow = widths.iter().all(|width| *width <= WIDTH_MAX);
+    target >= Target::Ampere && half_type(dtype).is_some() && is_narrow && fits()
+}
+
+/// Keys of a tile, and values.
+fn keys_of(tiles: [SharedTile; 2]) -> u32 {
+    (TILE_BYTES_MAX / tiles[0].row_bytes.max(tiles[1].row_bytes)).min(KEYS_MAX)
 }
 
 pub(super) fn lower(kernel: &SpecialKernel, is_causal: bool) -> Built<LoweredStep> {
@@ -45,6 +57,9 @@ pub(super) fn lower(kernel: &SpecialKernel, is_causal: bool) -> Built<LoweredSte
             continue;
         }
         let (operand, bytes) = Operand::packed(view, Side::Left, false, step.scratch_bytes.len());
+        if bytes > u64::from(u32::MAX) {
+            return Err(BuildError::Structure { what: "a copy of attention's operands has more than 4 GiB" });
+        }
         step.kernels.push(pack(view, &operand)?);
         step.scratch_bytes.push(bytes);
         operands.push(operand);
@@ -177,7 +192,7 @@ impl<'k> Attention<'k> {
     fn new(kernel: &'k SpecialKernel, operands: [&'k Operand; 3], is_causal: bool) -> Attention<'k> {
         let (key_tile, value_tile) = (tile_of(operands[1].depth), tile_of(operands[2].depth));
         let row_bytes = key_tile.row_bytes.max(value_tile.row_bytes);
-        let keys = (TILE_BYTES_MAX / row_bytes).min(KEYS_MAX);
+        let keys = keys_of([key_tile, value_tile]);
         // The queries are there before anything else is.
         let stage_bytes = (keys * row_bytes).max((QUERIES * key_tile.row_bytes).div_ceil(STAGES).next_multiple_of(128));
         let element = if kernel.dtype == DType::F16 { MatrixElement::F16 } else { MatrixElement::BF16 };

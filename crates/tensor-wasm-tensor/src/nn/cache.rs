@@ -87,6 +87,11 @@ impl KvCache {
     /// Forgets all tokens.
     pub fn clear(&mut self) {
         (self.position, self.len) = (Tensor::scalar(0_i64, DType::I64), 0);
+        // What is not seen counts zero times, and zero times infinity is no number.
+        for kept in self.layers.iter_mut().flatten() {
+            *kept = Tensor::zeros(&kept.shape(), kept.dtype());
+            let _ = kept.realize();
+        }
         let _ = self.position.realize();
     }
 
@@ -111,9 +116,15 @@ impl KvCache {
         let count = i64::try_from(self.capacity).unwrap_or(i64::MAX);
         let places = Tensor::arange(0, count, 1, DType::I64);
         let is_now = places.unsqueeze(1).eq(&self.position);
-        for (kept, new) in kept.iter_mut().zip([keys, values]) {
-            *kept = no_grad(|| is_now.where_(new.detach(), &*kept));
+        let new: Vec<Tensor> = no_grad(|| {
+            let with = |(kept, new): (&Tensor, &Tensor)| is_now.where_(new.detach(), kept);
+            kept.iter().zip([keys, values]).map(with).collect()
+        });
+        // What cannot be kept leaves the cache as it is.
+        if let Some(error) = new.iter().find_map(|tensor| tensor.check().err()) {
+            return Tensor::holding(error);
         }
+        kept.iter_mut().zip(new).for_each(|(kept, new)| *kept = new);
         let [keys, values] = kept;
         let scale = 1.0 / (expected[3] as f64).sqrt();
         let scores = queries.matmul(&keys.t()) * scale;

@@ -78,7 +78,9 @@ impl Snapshot {
     /// see again.
     pub(super) fn take(asked: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Snapshot, TensorError> {
         let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
-        let missing: Vec<u64> = left.iter().map(|node| node.id).collect();
+        let mut missing: Vec<u64> = left.iter().map(|node| node.id).collect();
+        missing.sort_unstable();
+        missing.dedup();
         let mut found: Vec<Found> = Vec::with_capacity(4);
         let mut seen = Seen::default();
         while let Some(node) = left.pop() {
@@ -116,7 +118,7 @@ impl Snapshot {
         key.push(u64::from(mode == Mode::Eager));
         for (node, op, inputs, value) in found {
             let inputs: Vec<usize> = inputs.iter().filter_map(position).collect();
-            let is_output = missing.contains(&node.id);
+            let is_output = missing.binary_search(&node.id).is_ok();
             let number = match &op {
                 Op::Fill(scalar) => add(&mut parameters, Parameter::Scalar(*scalar)),
                 Op::Random { seed } => add(&mut parameters, Parameter::Seed(*seed)),

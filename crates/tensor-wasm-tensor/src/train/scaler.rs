@@ -9,6 +9,10 @@ use crate::dtype::DType;
 use crate::error::{ErrorKind, Result, TensorError};
 use crate::tensor::Tensor;
 
+/// Bounds of the scale: beyond them, it or its inverse soon is not finite, and would never be again.
+const SCALE_MAX: f64 = 1.0 / SCALE_MIN;
+const SCALE_MIN: f64 = 1.0 / 18_446_744_073_709_551_616.0; // 2⁻⁶⁴
+
 /// Scales losses as far as gradients allow. A step whose gradients are not all finite is left out, and the scale
 /// becomes smaller; after some steps without any it becomes larger. All of that is part of the plan of a step: nobody
 /// waits to hear whether it was left out.
@@ -26,6 +30,8 @@ use crate::tensor::Tensor;
 /// }
 /// # Ok::<(), tensor_wasm_tensor::TensorError>(())
 /// ```
+///
+/// A scaler is for one optimizer: the scale changes with each of its steps.
 pub struct GradScaler {
     /// By what the scale is multiplied after [`GradScaler::growth_steps`] without infinities.
     pub growth: f64,
@@ -76,8 +82,11 @@ impl GradScaler {
         let is_finite = no_grad(|| {
             let by = self.scale.recip();
             let mut sum = Tensor::scalar(0.0, DType::F32);
-            for tensor in optimizer.variables().iter().map(super::Variable::get) {
-                let Some(gradient) = tensor.grad() else { continue };
+            let variables = optimizer.variables();
+            for (n, variable) in variables.iter().enumerate() {
+                let tensor = variable.get();
+                let is_done = variables[..n].iter().any(|other| other.is(variable));
+                let Some(gradient) = tensor.grad().filter(|_| !is_done) else { continue };
                 // Zero where it is a number, and no number where it is not.
                 sum = sum + (&gradient * 0.0).sum(()).cast(DType::F32);
                 tensor.set_grad(Some(&gradient * &by.cast(gradient.dtype())));
@@ -93,13 +102,15 @@ impl GradScaler {
     /// A step of an optimizer, if all gradients are finite; the scale is made smaller or larger.
     pub fn step(&mut self, optimizer: &mut dyn Optimizer) -> Result<()> {
         self.unscale(optimizer)?;
-        let Some(is_finite) = self.is_finite.take() else { return Ok(()) };
+        let Some(is_finite) = self.is_finite.clone() else { return Ok(()) };
+        // A step that failed finds the gradients divided.
         optimizer.step_if(&is_finite)?;
+        self.is_finite = None;
         let (scale, steps) = no_grad(|| {
             let next = &self.steps + 1;
             let is_grown = next.ge(self.growth_steps);
-            let grown = is_grown.where_(&self.scale * self.growth, &self.scale);
-            let scale = is_finite.where_(&grown, &self.scale * self.backoff);
+            let grown = is_grown.where_(&self.scale * self.growth, &self.scale).minimum(SCALE_MAX);
+            let scale = is_finite.where_(&grown, &self.scale * self.backoff).maximum(SCALE_MIN);
             let is_kept = &is_finite & !&is_grown;
             (scale, is_kept.where_(&next, 0_i64))
         });

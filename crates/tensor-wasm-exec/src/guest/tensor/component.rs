@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use tensor_wasm_tensor::operations::{Argument, Operation};
-use tensor_wasm_tensor::{DType, Device, Scalar, Tensor, expression, grad, io};
+use tensor_wasm_tensor::{DType, Device, RANK_MAX, Scalar, Tensor, expression, grad, io};
 use tokio::task::JoinHandle;
 use wasmtime::component::{HasSelf, Linker, Resource};
 use wasmtime_wasi::WasiView;
@@ -85,6 +85,45 @@ fn answered<T>(done: Result<T, TensorFailure>) -> HostResult<T> {
     }
 }
 
+/// Entries of one list that a guest hands over: they are looked up and copied by a serving thread, uncharged.
+const LIST_MAX: usize = 4096;
+
+/// Names of an expression: each word of it is looked for among them.
+const NAMES_MAX: usize = 256;
+
+/// Characters of a name of a guest's choosing.
+const NAME_BYTES_MAX: usize = 256;
+
+fn check_list(len: usize, what: &str, max: usize) -> Result<(), TensorFailure> {
+    if len > max {
+        return Err(TensorFailure::too_many(format!("{len} {what} at once; at most {max} are taken")));
+    }
+    Ok(())
+}
+
+fn check_name(name: &str) -> Result<(), TensorFailure> {
+    if name.len() > NAME_BYTES_MAX {
+        let why = format!("a name of {} bytes; it has at most {NAME_BYTES_MAX}", name.len());
+        return Err(TensorFailure::invalid(why));
+    }
+    Ok(())
+}
+
+/// Whether lists and names of arguments are as long as they may be.
+fn check_arguments(operation: &str, arguments: &[tensors::Argument]) -> Result<(), TensorFailure> {
+    check_name(operation)?;
+    check_list(arguments.len(), "arguments", NAMES_MAX)?;
+    for tensors::Argument { name, value } in arguments {
+        name.iter().try_for_each(|name| check_name(name))?;
+        match value {
+            Value::Tensors(list) => check_list(list.len(), "tensors", LIST_MAX)?,
+            Value::Integers(list) => check_list(list.len(), "numbers", LIST_MAX)?,
+            Value::Tensor(_) | Value::Integer(_) | Value::Number(_) | Value::Boolean(_) | Value::Dtype(_) => {}
+        }
+    }
+    Ok(())
+}
+
 fn shortened(text: &str) -> String {
     text.chars().take(REPEATED_MAX).collect()
 }
@@ -116,6 +155,7 @@ fn guest_dtype(dtype: DType) -> Dtype {
 }
 
 fn sizes_of(shape: &[u64]) -> Result<Vec<usize>, TensorFailure> {
+    check_list(shape.len(), "axes", RANK_MAX)?;
     let size = |size: &u64| {
         usize::try_from(*size)
             .map_err(|_| TensorFailure::invalid(format!("a size of {size} is more than there can be")))
@@ -275,7 +315,12 @@ impl State {
             return Err(TensorFailure::denied("no models are kept here"));
         };
         let tenant = call.account.name.clone();
-        let opening = call.surroundings.background.spawn_blocking(move || models.open(&tenant, &name));
+        // Whoever stops waiting leaves a thread behind that reads, or waits for who reads: only so many of a tenant's.
+        let permit = call.account.model_openings.clone().acquire_owned().await;
+        let opening = call.surroundings.background.spawn_blocking(move || {
+            let _permit = permit;
+            models.open(&tenant, &name)
+        });
         let opened = opening.await.map_err(|error| TensorFailure::ended(&error))??;
         let session = self.tensors().await?;
         // Once, however often it is opened.
@@ -314,6 +359,9 @@ impl tensors::Host for State {
         operation: String,
         arguments: Vec<tensors::Argument>,
     ) -> HostResult<Resource<HeldTensor>> {
+        if let Err(failure) = check_arguments(&operation, &arguments) {
+            return answered(Err(failure));
+        }
         let (mut unnamed, mut named) = (Vec::new(), Vec::new());
         for tensors::Argument { name, value } in arguments {
             let value = match value {
@@ -342,6 +390,11 @@ impl tensors::Host for State {
         text: String,
         names: Vec<(String, Resource<HeldTensor>)>,
     ) -> HostResult<Resource<HeldTensor>> {
+        let mut checked = check_list(names.len(), "names", NAMES_MAX);
+        checked = names.iter().fold(checked, |checked, (name, _)| checked.and_then(|()| check_name(name)));
+        if let Err(failure) = checked {
+            return answered(Err(failure));
+        }
         let mut inputs = Vec::with_capacity(names.len());
         for (name, tensor) in names {
             inputs.push((name, self.tensor_of(&tensor)?));
@@ -354,6 +407,9 @@ impl tensors::Host for State {
         of: Resource<HeldTensor>,
         with_respect_to: Vec<Resource<HeldTensor>>,
     ) -> HostResult<Vec<Resource<HeldTensor>>> {
+        if let Err(failure) = check_list(with_respect_to.len(), "tensors", LIST_MAX) {
+            return answered(Err(failure));
+        }
         let (of, inputs) = (self.tensor_of(&of)?, self.tensors_of(&with_respect_to)?);
         let plan = match self.plan().await {
             Ok(plan) => plan,
@@ -369,6 +425,9 @@ impl tensors::Host for State {
     }
 
     async fn compute(&mut self, tensors: Vec<Resource<HeldTensor>>) -> HostResult<Resource<Computation>> {
+        if let Err(failure) = check_list(tensors.len(), "tensors", LIST_MAX) {
+            return answered(Err(failure));
+        }
         let tensors = self.tensors_of(&tensors)?;
         let work = move || Tensor::realize_all(&tensors.iter().collect::<Vec<_>>());
         let given = match self.begin(work).await {

@@ -29,6 +29,10 @@ impl TensorFailure {
 
     /// A task of ours that did not come to its end.
     pub(super) fn ended(error: &tokio::task::JoinError) -> TensorFailure {
+        if error.is_cancelled() {
+            let why = "it was stopped when the call that began it ended".to_owned();
+            return TensorFailure::Guest(Error::Deadline(why));
+        }
         TensorFailure::Bug(Bug(format!("computing tensors: {error}")))
     }
 

@@ -131,6 +131,12 @@ impl Turns {
 
     /// Waits for a turn.
     pub(crate) async fn take(self: &Arc<Turns>, tenant: &Arc<str>, weight: u32) -> Turn {
+        self.take_in_line(tenant, weight, false).await
+    }
+
+    /// Waits for one before or behind all others of the same tenant. A plan that let others go first goes on before
+    /// those that have not begun: what it holds meanwhile is then held by as few as ran at once.
+    async fn take_in_line(self: &Arc<Turns>, tenant: &Arc<str>, weight: u32, is_first: bool) -> Turn {
         let (mut in_line, given) = {
             let mut state = self.state.lock();
             if state.running < self.running_max && state.waiting == 0 {
@@ -140,7 +146,12 @@ impl Turns {
             let (sender, given) = oneshot::channel();
             let ticket = state.next_ticket;
             state.next_ticket += 1;
-            state.share(tenant).waiting.push_back((ticket, sender));
+            let waiting = &mut state.share(tenant).waiting;
+            if is_first {
+                waiting.push_front((ticket, sender))
+            } else {
+                waiting.push_back((ticket, sender))
+            }
             state.waiting += 1;
             (InLine { turns: self.clone(), tenant: tenant.clone(), ticket: Some(ticket) }, given)
         };
@@ -184,7 +195,7 @@ impl Turn {
         let used = self.elapsed();
         self.release(used);
         self.is_held = false;
-        let next = runtime.block_on(self.turns.take(&self.tenant, self.weight));
+        let next = runtime.block_on(self.turns.take_in_line(&self.tenant, self.weight, true));
         self.turns.state.lock().parked -= 1;
         *self = next;
         Some(used)

@@ -103,6 +103,9 @@ fn build(
             continue;
         }
         let (operand, bytes) = Operand::packed(view, side, allows_turned, step.scratch_bytes.len());
+        if bytes > u64::from(u32::MAX) {
+            return Err(BuildError::Structure { what: "a copy of a product's operand has more than 4 GiB" });
+        }
         step.kernels.push(pack(view, &operand)?);
         step.scratch_bytes.push(bytes);
         operands.push(operand);
