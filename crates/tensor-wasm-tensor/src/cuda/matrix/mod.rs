@@ -13,7 +13,7 @@ mod tests;
 mod warpgroups;
 mod warps;
 
-use tensor_wasm_jit::build::{Axis, BinaryOp as B, IdKind, KernelBuilder, Value, Variable};
+use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, Value, Variable};
 use tensor_wasm_jit::{MatrixElement, Target};
 
 pub(super) use self::operand::{Operand, clamped, pack};
