@@ -352,7 +352,7 @@ fn safetensors_that_lie_are_refused_in_words() {
     }
     let file = safetensors(&one("F32", "[2]", "[0,8]"), 8);
     let read = |bytes: &[u8], header_bytes_max| SafetensorsHeader::read(bytes, file.len() as u64, header_bytes_max);
-    refused(read(&file, 10), "its header has 51 bytes, and at most 10 are read");
+    refused(read(&file, 10), "its header has 54 bytes, and at most 10 are read");
     refused(read(&file[..20], 1000), "it became shorter while it was read");
     let cut = &file[file.len() - 8..file.len() - 1];
     refused(read(&file, 1000).unwrap().read_elements(cut), "\"w\": it became shorter while it was read");
