@@ -259,7 +259,10 @@ fn limits_are_met_with_an_error_that_names_them() {
         // A GPU may be done with them as fast as they come.
         if device == "cpu" {
             let flood = text(&server, "flood", &json!([1500]));
-            assert!(flood.starts_with("16, then: too many") && flood.contains("wait for one"), "{flood}");
+            // More than are allowed at once come in only as some end.
+            let begun: usize = flood.split(',').next().unwrap().parse().unwrap();
+            assert!((16..1500).contains(&begun) && flood.contains("then: too many"), "{flood}");
+            assert!(flood.contains("wait for one"), "{flood}");
         }
         for answer in call(&server, "hostile", "absurd-sizes", &json!([])).as_array().unwrap() {
             println!("{device}: {answer}");
