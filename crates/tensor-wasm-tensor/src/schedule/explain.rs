@@ -103,7 +103,9 @@ pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, Te
     };
     let not_fused =
         grouping.apart().filter(|(node, why)| *why != WhyNot::Alone || !is_after(*node)).map(apart).collect();
-    let mut kernels = explained_kernels(plan);
+    let kernels = explained_kernels(plan);
+    #[cfg(feature = "cuda")]
+    let mut kernels = kernels;
     #[cfg(feature = "cuda")]
     if let Some(cuda) = &placed.cuda {
         for (kernel, lowered) in kernels.iter_mut().zip(crate::cuda::plan::explain(cuda, plan)) {
