@@ -79,7 +79,8 @@ fn time(
         let [a, b] = make()?;
         cuda.synchronize()?;
         let one = Instant::now();
-        with_device(on, || run.1(&a, &b).realize())?;
+        // What is on a GPU is computed there unless somebody fetches it.
+        with_device(on, || run.1(&a.to(on), &b.to(on)).realize())?;
         if *on != Device::Cpu {
             cuda.synchronize()?;
         }

@@ -3,8 +3,9 @@
 use std::time::Instant;
 
 use tensor_wasm_tensor::nn::{Linear, Module, Sequential, function};
-use tensor_wasm_tensor::{CudaDevice, DType, Device, Optimizer, Sgd, Tensor, set_device};
+use tensor_wasm_tensor::{CudaDevice, DType, Device, Optimizer, Sgd, Tensor, graphs_made, set_device};
 
+use crate::decode::Decoder;
 use crate::tensors::middle;
 
 const ROUNDS: usize = 400;
@@ -66,6 +67,7 @@ fn of_training(cuda: &CudaDevice, device: &Device) -> anyhow::Result<()> {
     let mut optimizer = Sgd::with_momentum(&model.parameters(), 0.01, 0.9, false);
     let images = Tensor::normal(&[64, 784], 3, DType::F32).to(device);
     let labels = Tensor::from_vec((0..64_i64).map(|n| n % 10).collect::<Vec<_>>(), &[64]);
+    let before = graphs_made();
     let quiet = || cuda.synchronize().map_err(anyhow::Error::from);
     let loss = || model.forward(&images).cross_entropy(&labels);
     println!("MLP 784-128-10, batch 64, forward as it is explained:\n{}", loss().explain()?);
@@ -87,8 +89,26 @@ fn of_training(cuda: &CudaDevice, device: &Device) -> anyhow::Result<()> {
         quiet()
     })?;
     println!("  the graph                      {graph:8.2} µs");
+    println!("  graphs recorded                {:8}", graphs_made() - before);
     println!("  backward, planned and sent     {backward:8.2} µs");
     println!("  step, planned and sent         {step:8.2} µs");
+    println!("  all of it, waited for          {whole:8.2} µs");
+    Ok(())
+}
+
+fn of_decoding(cuda: &CudaDevice) -> anyhow::Result<()> {
+    let mut decoder = Decoder::new()?;
+    let quiet = || cuda.synchronize().map_err(anyhow::Error::from);
+    let before = graphs_made();
+    let send = median(quiet, |()| Ok(decoder.step()?))?;
+    let mut decoder = Decoder::new()?;
+    let whole = median(quiet, |()| {
+        decoder.step()?;
+        quiet()
+    })?;
+    println!("a token of a transformer, 4 layers of 512:");
+    println!("  graphs recorded                {:8}", graphs_made() - before);
+    println!("  planned and sent               {send:8.2} µs");
     println!("  all of it, waited for          {whole:8.2} µs");
     Ok(())
 }
@@ -107,5 +127,6 @@ pub(crate) fn print() -> anyhow::Result<()> {
     for rows in [16, 4096, 65_536] {
         of_rows(rows, cuda, &device)?;
     }
-    of_training(cuda, &device)
+    of_training(cuda, &device)?;
+    of_decoding(cuda)
 }

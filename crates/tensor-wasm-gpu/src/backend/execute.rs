@@ -71,6 +71,10 @@ pub(super) trait DeviceOps {
 
     fn begin_graph(&mut self, on: usize) -> Result<(), DeviceError>;
 
+    /// The next step of a recording comes after some of its steps before, by their numbers, and may run beside the
+    /// others. A recording has this before each of its steps or before none.
+    fn branch_graph(&mut self, on: usize, after: &[usize]) -> Result<(), DeviceError>;
+
     fn end_graph(&mut self, on: usize) -> Result<Self::Graph, DeviceError>;
 
     fn replay(&mut self, on: usize, graph: &Self::Graph) -> Result<(), DeviceError>;
@@ -235,6 +239,10 @@ impl<D: DeviceOps> Backend for Executor<D> {
                 self.device.launch(on, kernel, LaunchShape { grid, block, shared_bytes }, payload).map(done)
             }
             Job::GraphBegin => self.device.begin_graph(on).map(done),
+            Job::GraphAfter => {
+                let numbers = payload.chunks_exact(2).map(|two| usize::from(u16::from_le_bytes([two[0], two[1]])));
+                self.device.branch_graph(on, &numbers.collect::<Vec<_>>()).map(done)
+            }
             Job::GraphEnd => {
                 let graph = self.device.end_graph(on)?;
                 Ok(Answer::of(self.graphs.add(on, graph)))

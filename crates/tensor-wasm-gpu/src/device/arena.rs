@@ -11,6 +11,8 @@
 //!
 //! A block is zeroed before its first use, not when it is allocated: what is overwritten as a whole never needs it.
 
+use std::collections::BTreeMap;
+
 use slab::Slab as Slots;
 
 use crate::error::DeviceError;
@@ -187,8 +189,10 @@ pub(crate) struct Arena {
     tenant: String,
     origin: Origin,
     bytes_max: u64,
-    /// The free lists, one for each class, with who used each block last.
-    free: Vec<Vec<(Block, Uses)>>,
+    /// The free blocks of each class by their addresses, with who used each last. The lowest is taken first: whoever
+    /// does the same again and again then soon gets the same blocks again, and replays the graph that it recorded over
+    /// them. A stack turns what was freed around, and a loop over it takes many rounds to come back to where it was.
+    free: Vec<BTreeMap<u64, (Block, Uses)>>,
     chunks: Slots<Chunk>,
     /// The chunk that blocks are cut from.
     cutting: Option<usize>,
@@ -222,7 +226,7 @@ impl Arena {
             tenant: tenant.to_owned(),
             origin,
             bytes_max,
-            free: std::iter::repeat_with(Vec::new).take(CLASSES).collect(),
+            free: std::iter::repeat_with(BTreeMap::new).take(CLASSES).collect(),
             chunks: Slots::new(),
             cutting: None,
             entries: Vec::new(),
@@ -250,8 +254,8 @@ impl Arena {
             return Err(Shortage::Refused(DeviceError::OutOfMemory { asked_bytes: size }));
         }
         let bytes = class_bytes(class);
-        let (block, uses) = match self.free[class].pop() {
-            Some(found) => found,
+        let (block, uses) = match self.free[class].pop_first() {
+            Some((_, found)) => found,
             None => (self.cut(class)?, Uses::default()),
         };
         let index = match self.unused.pop() {
@@ -261,7 +265,7 @@ impl Arena {
                 half(self.entries.len() - 1)
             }
             None => {
-                self.free[class].push((block, uses));
+                self.free[class].insert(block.address, (block, uses));
                 return Err(self.over_quota(size));
             }
         };
@@ -299,7 +303,7 @@ impl Arena {
     }
 
     fn release(&mut self, block: Block, uses: Uses) {
-        self.free[usize::from(block.class)].push((block, uses));
+        self.free[usize::from(block.class)].insert(block.address, (block, uses));
         self.chunks[block.chunk as usize].blocks_used -= 1;
         self.stats.used_bytes -= class_bytes(usize::from(block.class));
     }
@@ -382,8 +386,8 @@ impl Arena {
         let mut trimmed = Vec::new();
         for n in idle {
             let gone =
-                self.free.iter_mut().flat_map(|list| list.extract_if(.., |(block, _)| block.chunk as usize == n));
-            let uses = gone.flat_map(|(_, uses)| uses.all()).collect();
+                self.free.iter_mut().flat_map(|list| list.extract_if(.., |_, (block, _)| block.chunk as usize == n));
+            let uses = gone.flat_map(|(_, (_, uses))| uses.all()).collect();
             let chunk = self.chunks.remove(n);
             self.stats.reserved_bytes -= chunk.bytes;
             trimmed.push(Trimmed { address: chunk.address, bytes: chunk.bytes, uses });
@@ -424,7 +428,7 @@ impl Arena {
                 continue;
             }
             while let Some(block) = self.cut_from(n, class) {
-                self.free[class].push((block, Uses::default()));
+                self.free[class].insert(block.address, (block, Uses::default()));
             }
         }
     }

@@ -290,9 +290,27 @@ impl Stream {
 
     /// The same for a sequence that writes some buffers as wholes before anything reads them, as for [`Stream::run`].
     pub async fn graph_over(&self, steps: &[GraphStep<'_>], overwritten: &[Handle]) -> Result<Graph, DeviceError> {
+        self.graph_branched(steps, overwritten, &[]).await
+    }
+
+    /// The same for a sequence of which `after` says for each step which of those before it comes after: by the
+    /// caller's word it may run beside the others. With nothing said, steps come one after the other.
+    pub async fn graph_branched(
+        &self,
+        steps: &[GraphStep<'_>],
+        overwritten: &[Handle],
+        after: &[Vec<u16>],
+    ) -> Result<Graph, DeviceError> {
         let bound = self.state.bound()?;
         bound.collect();
-        let (ticket, used) = self.record(&bound, steps, overwritten)?;
+        let is_before = |(step, after): (usize, &Vec<u16>)| after.iter().all(|before| usize::from(*before) < step);
+        let fits = after.iter().all(|steps| steps.len() <= PAYLOAD_BYTES_MAX / 2);
+        let has_all = fits && after.len() == steps.len() && after.iter().enumerate().all(is_before);
+        if !after.is_empty() && !has_all {
+            let why = "a step of a graph comes after one that is not before it".to_owned();
+            return Err(DeviceError::BadLaunch { why });
+        }
+        let (ticket, used) = self.record(&bound, steps, overwritten, after)?;
         let number = u32::try_from(ticket.await?.values[0]).unwrap_or(u32::MAX);
         let (worker, garbage) = (bound.link.worker, bound.garbage.clone());
         Ok(Graph(Arc::new(Recorded { worker, tenant: self.state.id, slot: self.slot.clone(), number, garbage, used })))
@@ -353,6 +371,7 @@ impl Stream {
         bound: &Bound,
         steps: &[GraphStep<'_>],
         overwritten: &[Handle],
+        after: &[Vec<u16>],
     ) -> Result<(Ticket, Used), DeviceError> {
         let mut memory = self.state.memory.lock();
         let Sequence { jobs, blocks, parts, pinned, modules } = self.sequence(bound, &memory, steps, overwritten)?;
@@ -361,7 +380,12 @@ impl Stream {
         orders.push(Job::GraphBegin.into());
         // A kernel is there until it is recorded, also if whoever asked for that gives up; then the recording keeps it.
         let keep = |at: &Option<usize>| at.map(|at| Keep::Kernel(modules[at].0.clone(), Vec::new()));
-        orders.extend(jobs.iter().map(|(job, at)| Order::new(*job, payload(at), keep(at))));
+        let after: Vec<Vec<u8>> =
+            after.iter().map(|steps| steps.iter().flat_map(|step| step.to_le_bytes()).collect()).collect();
+        for (n, (job, at)) in jobs.iter().enumerate() {
+            orders.extend(after.get(n).map(|steps| Order::new(Job::GraphAfter, steps, None)));
+            orders.push(Order::new(*job, payload(at), keep(at)));
+        }
         orders.push(Job::GraphEnd.into());
         self.open(bound, &mut memory)?;
         let ticket = bound.link.send(self.number() as usize, orders)?;

@@ -181,6 +181,9 @@ jobs! {
     /// Makes a stream for one resident kernel of the tenant whose first stream is `owner`; `words` are its words in the
     /// slab.
     24 OpenResident { stream: u32, owner: u32, words: u32 };
+    /// While recording: the next step begins after some of those before and beside the others. The payload is their
+    /// numbers, as u16; the first step is 0. Steps without this come after the one before.
+    25 GraphAfter;
 }
 
 /// What a worker answers to a job that succeeded.

@@ -57,7 +57,12 @@ impl Buffers<'_> {
     fn results(&mut self, plan: &Plan, kernel: &MapKernel) -> Result<Vec<Arc<Storage>>, ErrorKind> {
         let result = |(store, (_, slot)): (usize, &(usize, usize))| match kernel.in_place.get(store).copied().flatten()
         {
-            Some(load) => self.storage(kernel.loads[load].source).cloned(),
+            Some(load) => {
+                let storage = self.storage(kernel.loads[load].source)?;
+                storage.cpu()?;
+                storage.forget_copies();
+                Ok(storage.clone())
+            }
             None => match self.reserved.get_mut(*slot).and_then(Option::take) {
                 Some(reserved) => Ok(reserved),
                 None => allocate(&plan.slots[*slot]),

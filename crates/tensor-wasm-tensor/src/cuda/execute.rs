@@ -1,5 +1,6 @@
 //! Runs plans on a GPU.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -23,6 +24,16 @@ const BATCH_MAX: usize = 512;
 
 /// The same for a plan under a supervisor, which is asked in between.
 const SUPERVISED_BATCH_MAX: usize = 64;
+
+thread_local! {
+    static GRAPHS_MADE: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Graphs of plans that were recorded for this thread. A loop that does the same in every step records none after its
+/// first few, in which its buffers come to lie as they will.
+pub fn graphs_made() -> u64 {
+    GRAPHS_MADE.get()
+}
 
 /// A plan as a device has it, once it has run there.
 #[derive(Default)]
@@ -156,9 +167,15 @@ impl PlanState {
             }
             inputs.push(buffer);
         }
+        self.check_room().map_err(at_end)?;
         let mut outputs: Vec<CudaBuffer> = Vec::with_capacity(self.lowered.outputs.len());
-        for (_, bytes) in &self.lowered.outputs {
-            outputs.push(CudaBuffer::new(&device, *bytes).map_err(at_end)?);
+        for output in &self.lowered.outputs {
+            // All memory is there before anything is overwritten: what fails fails before.
+            let made = match output.over.and_then(|leaf| inputs.get(leaf)) {
+                Some(leaf) if leaf.bytes == output.bytes => leaf.taken_over(),
+                _ => CudaBuffer::new(&device, output.bytes).map_err(at_end)?,
+            };
+            outputs.push(made);
         }
         let words = words_of(plan, parameters);
         if self.written != words {
@@ -187,6 +204,17 @@ impl PlanState {
             Ok(Value { storage, layout: view.layout })
         };
         plan.outputs.iter().map(value).collect::<Result<_, _>>().map_err(at_end)
+    }
+
+    /// Refuses what does not fit before any of it is taken.
+    fn check_room(&self) -> Result<(), ErrorKind> {
+        let new = self.lowered.outputs.iter().filter(|output| output.over.is_none());
+        let bytes: usize = new.map(|output| output.bytes).fold(0, usize::saturating_add);
+        let (used, limit) = (self.device.used_bytes(), self.device.0.memory_bytes_max);
+        if bytes as u64 > limit.saturating_sub(used) {
+            return Err(ErrorKind::DeviceMemory { bytes, used, limit });
+        }
+        Ok(())
     }
 
     /// Sends the launches, as a graph if they were sent before.
@@ -262,7 +290,10 @@ impl PlanState {
             match found {
                 Some(completion) => completion,
                 None => {
-                    let graph = device.when_possible(|stream| block_on(stream.graph_over(&steps, &overwritten)))?;
+                    let after = &self.lowered.after;
+                    let record = |stream: &Stream| block_on(stream.graph_branched(&steps, &overwritten, after));
+                    let graph = device.when_possible(record)?;
+                    GRAPHS_MADE.set(GRAPHS_MADE.get() + 1);
                     let sent = device.when_possible(|stream| stream.replay_over(&graph, &handles, &overwritten))?;
                     self.graphs.insert(0, graph);
                     self.graphs.truncate(GRAPHS_MAX);

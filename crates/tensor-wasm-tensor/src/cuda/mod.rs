@@ -3,7 +3,7 @@
 //! `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), or else on
 //! tensor cores (`matrix/mod.rs`, with `tile.rs`), and those of half precision as they are (`halves.rs`). A plan
 //! becomes a list of launches over one block of memory (`plan.rs`), sent together and replayed as a graph from its
-//! second run on (`execute.rs`).
+//! second run on (`execute.rs`), with branches where it has no order (`order.rs`).
 
 mod attention;
 pub(crate) mod execute;
@@ -12,6 +12,7 @@ mod index;
 mod map;
 mod matrix;
 mod numbers;
+mod order;
 pub(crate) mod plan;
 mod product;
 mod special;
@@ -257,7 +258,8 @@ impl Pending {
 /// Elements on a GPU.
 pub(crate) struct CudaBuffer {
     device: CudaDevice,
-    buffer: Buffer,
+    /// Shared for as long as a result that has taken its place and what it was before are both there.
+    buffer: Arc<Buffer>,
     bytes: usize,
     pending: Arc<Pending>,
     /// Which of the device's workers it is of.
@@ -269,8 +271,15 @@ impl CudaBuffer {
     fn new(device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
         let buffer = device.0.tenant.buffer(bytes.max(1) as u64);
         let buffer = buffer.map_err(|error| memory_failed(device, &error, bytes))?;
-        let worker = device.worker();
+        let (worker, buffer) = (device.worker(), Arc::new(buffer));
         Ok(CudaBuffer { device: device.clone(), buffer, bytes, pending: Arc::default(), worker })
+    }
+
+    /// The same memory for what is computed next: nobody looks at what is in it now once that is sent.
+    fn taken_over(&self) -> CudaBuffer {
+        let CudaBuffer { device, buffer, bytes, worker, .. } = self;
+        let (device, buffer, pending) = (device.clone(), buffer.clone(), Arc::default());
+        CudaBuffer { device, buffer, bytes: *bytes, pending, worker: *worker }
     }
 
     /// Whether its device has not been lost since it was made.

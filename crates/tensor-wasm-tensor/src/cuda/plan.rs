@@ -6,7 +6,8 @@ use tensor_wasm_jit::Target;
 
 use super::halves::HalvedPlan;
 use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program};
-use super::{CudaDevice, map, matrix, product, special};
+use super::order::{Layouts, StepUse};
+use super::{CudaDevice, map, matrix, order, product, special};
 use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::Value;
@@ -15,6 +16,10 @@ use crate::schedule::plan::{BufferView, MapKernel, Plan, Source, SpecialKernel, 
 
 /// Parts of a block begin at multiples of this.
 const ALIGN: u64 = 256;
+
+/// Memory up to which a plan's buffers do not take each other's places: so little is soon found, and what lies apart
+/// can be written side by side (`order.rs`).
+const UNSHARED_BYTES_MAX: u64 = 8 << 20;
 
 /// Elements of a tensor, and of what a kernel goes over: indices have 31 bits. Bytes of a buffer have 32.
 const ELEMENTS_MAX: usize = i32::MAX.unsigned_abs() as usize;
@@ -47,11 +52,21 @@ pub(super) enum LaunchArgument {
     Workspace,
 }
 
+/// A slot that somebody keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PlanOutput {
+    pub slot: usize,
+    pub bytes: usize,
+    /// The leaf whose memory it takes over, if that was given up.
+    pub over: Option<usize>,
+}
+
 pub(super) struct CudaPlan {
     pub launches: Vec<CudaLaunch>,
+    /// For each launch which of those before it comes after; nothing where that is the one before.
+    pub after: Vec<Vec<u16>>,
     pub block_bytes: u64,
-    /// The slots that are outputs, and their bytes.
-    pub outputs: Vec<(usize, usize)>,
+    pub outputs: Vec<PlanOutput>,
     /// What tells whether everything could be computed.
     pub check: Check,
 }
@@ -149,14 +164,29 @@ impl CudaPlan {
         }
         let places = Places::of(plan, &halved, &steps);
         let mut launches = Vec::new();
-        for (n, step) in steps.into_iter().enumerate() {
-            for kernel in step.kernels {
-                let launch = load(device, &kernel, &places, n).map_err(|what| (plan.steps[n].node(), what))?;
+        let mut uses = Vec::new();
+        for (n, lowered) in steps.into_iter().enumerate() {
+            let first = launches.len();
+            for kernel in &lowered.kernels {
+                let launch = load(device, kernel, &places, n).map_err(|what| (plan.steps[n].node(), what))?;
                 launches.push(launch);
             }
+            let Some(step) = &halved.steps[n] else { continue };
+            let layouts = Layouts {
+                slots: &places.slots,
+                slot_bytes: &|slot| slot_bytes(plan, slot) as u64,
+                scratch: places.scratch[n]
+                    .iter()
+                    .zip(&lowered.scratch_bytes)
+                    .map(|(from, bytes)| *from..from + bytes)
+                    .collect(),
+            };
+            let arguments = lowered.kernels.iter().flat_map(|kernel| &kernel.arguments);
+            uses.push(StepUse::of(step, layouts, arguments, can_fail(step), first..launches.len()));
         }
+        let after = order::order(&uses);
         let check = Check::of(&halved);
-        Ok(CudaPlan { launches, block_bytes: places.bytes, outputs: places.outputs, check })
+        Ok(CudaPlan { launches, after, block_bytes: places.bytes, outputs: places.outputs, check })
     }
 
     /// What a failure says that a kernel wrote down.
@@ -333,6 +363,30 @@ fn divides(step: &Step) -> bool {
     }
 }
 
+/// Whether elements decide if a step can be computed, and its kernels say so if not.
+fn can_fail(step: &Step) -> bool {
+    let is_indexed = |kernel: &SpecialKernel| matches!(kernel.op, Op::Gather { .. } | Op::ScatterAdd { .. });
+    divides(step) || matches!(step, Step::Special(kernel) if is_indexed(kernel))
+}
+
+/// The leaf whose memory a slot takes over.
+fn taken_leaf(plan: &Plan, slot: usize) -> Option<usize> {
+    let taken = |kernel: &MapKernel| {
+        let at = kernel.stores.iter().position(|(_, stored)| *stored == slot)?;
+        let load = kernel.in_place.get(at).copied().flatten()?;
+        match kernel.loads[load].source {
+            Source::Leaf(leaf) => Some(leaf),
+            Source::Slot(_) => None,
+        }
+    };
+    // Of what follows a product, leaves are never taken.
+    plan.steps.iter().find_map(|step| if let Step::Map(kernel) = step { taken(kernel) } else { None })
+}
+
+fn slot_bytes(plan: &Plan, slot: usize) -> usize {
+    plan.slots[slot].shape.numel() * plan.slots[slot].dtype.size()
+}
+
 /// A kernel on the device, and how much shared memory its launches ask for.
 fn load_program(device: &CudaDevice, program: &Program) -> Result<(Kernel, u32), ErrorKind> {
     let refused = |why: String| ErrorKind::Bug { why: format!("a kernel was refused: {why}") };
@@ -380,7 +434,7 @@ struct Places {
     /// For each step.
     scratch: Vec<Vec<u64>>,
     bytes: u64,
-    outputs: Vec<(usize, usize)>,
+    outputs: Vec<PlanOutput>,
 }
 
 impl Places {
@@ -391,11 +445,14 @@ impl Places {
             bytes: 0,
             outputs: Vec::new(),
         };
-        let slot_bytes = |slot: usize| plan.slots[slot].shape.numel() * plan.slots[slot].dtype.size();
+        let slot_bytes = |slot: usize| slot_bytes(plan, slot);
+        let all_bytes = (0..plan.slots.len()).map(slot_bytes).fold(0, usize::saturating_add);
+        let scratch_bytes = steps.iter().flat_map(|step| &step.scratch_bytes).fold(0, |sum: u64, own| sum + own);
+        let is_shared = (all_bytes as u64).saturating_add(scratch_bytes) > UNSHARED_BYTES_MAX;
         for (n, slot) in plan.slots.iter().enumerate() {
             if slot.last_step.is_none() {
                 places.slots[n] = SlotPlace::Output(places.outputs.len());
-                places.outputs.push((n, slot_bytes(n)));
+                places.outputs.push(PlanOutput { slot: n, bytes: slot_bytes(n), over: taken_leaf(plan, n) });
             }
         }
         let mut taken: Vec<(u64, u64, usize)> = Vec::new();
@@ -408,7 +465,7 @@ impl Places {
             }
             let scratch = lowered.scratch_bytes.iter().map(|bytes| places.take(&mut taken, *bytes, n)).collect();
             places.scratch.push(scratch);
-            taken.retain(|(.., last)| *last > n);
+            taken.retain(|(.., last)| !is_shared || *last > n);
         }
         places
     }
@@ -433,5 +490,5 @@ impl Places {
 /// The views of a plan's outputs that are slots, or leaves as they are.
 pub(super) fn output_of(view: &BufferView, plan: &CudaPlan) -> Option<usize> {
     let Source::Slot(slot) = view.source else { return None };
-    plan.outputs.iter().position(|(own, _)| *own == slot)
+    plan.outputs.iter().position(|own| own.slot == slot)
 }

@@ -465,6 +465,75 @@ fn a_plan_that_runs_again_is_replayed() {
     assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
 }
 
+/// Weights of a small network after some steps, and how many graphs were recorded in the last of them.
+fn trained(make: &dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>) -> (Vec<f64>, u64, u64) {
+    use crate::nn::Module;
+    let layer = |inputs, outputs, seed| crate::nn::Linear::new(inputs, outputs, seed);
+    let model =
+        crate::nn::Sequential::new().then(layer(6, 5, 1)).then(crate::nn::function(Tensor::relu)).then(layer(5, 3, 2));
+    let images = Tensor::normal(&[4, 6], 3, DType::F32);
+    images.realize().unwrap();
+    let labels = Tensor::from_slice(&[0_i64, 2, 1, 2], &[4]);
+    let mut optimizer = make(&model.parameters());
+    let (mut graphs, mut used) = (0, 0);
+    for step in 0..8 {
+        model.forward(&images).cross_entropy(&labels).backward().unwrap();
+        optimizer.step().unwrap();
+        if step == 3 {
+            graphs = execute::graphs_made();
+            if let Place::Cuda(device) = crate::device() {
+                used = device.used_bytes();
+            }
+        }
+    }
+    if let Place::Cuda(device) = crate::device() {
+        assert_eq!(device.used_bytes(), used, "steps leave nothing behind");
+    }
+    let weights = model.parameters().iter().flat_map(|variable| variable.get().to_f64().unwrap()).collect();
+    (weights, execute::graphs_made() - graphs, graphs)
+}
+
+#[test]
+fn training_writes_over_what_it_replaces_and_soon_records_no_more() {
+    let opened = Device::open(&emulated(false)).unwrap();
+    let device = Place::Cuda(CudaDevice::of(opened, "training").unwrap());
+    let optimizers: [&dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>; 2] =
+        [&|variables| Box::new(crate::Sgd::with_momentum(variables, 0.1, 0.9, false)), &|variables| {
+            Box::new(crate::Adam::new(variables, 0.01))
+        }];
+    for make in optimizers {
+        let (expected, ..) = trained(make);
+        let (found, recorded, graphs) = with_device(&device, || trained(make));
+        assert!(expected.iter().zip(&found).all(|(a, b)| is_close(*a, *b, 1e-5)), "{expected:?} {found:?}");
+        assert_eq!(recorded, 0, "after {graphs}");
+    }
+}
+
+#[test]
+fn what_somebody_holds_is_not_written_over() {
+    let variable = crate::Variable::new(&Tensor::from_slice(&[1_f32, 2.0, 3.0], &[3]));
+    with_device(&DEVICE, || {
+        let mut sgd = crate::Sgd::new(std::slice::from_ref(&variable), 0.5);
+        let mut step = || {
+            variable.get().set_grad(Some(Tensor::ones(&[3], DType::F32)));
+            crate::Optimizer::step(&mut sgd).unwrap();
+        };
+        step();
+        let held = variable.get();
+        step();
+        step();
+        assert_eq!(held.to_vec::<f32>().unwrap(), [0.5, 1.5, 2.5]);
+        assert_eq!(variable.get().to_vec::<f32>().unwrap(), [-0.5, 0.5, 1.5]);
+    });
+    // Back to the CPU, with a copy on both sides, and on from there.
+    let mut sgd = crate::Sgd::new(std::slice::from_ref(&variable), 1.0);
+    for _ in 0..2 {
+        variable.get().set_grad(Some(Tensor::ones(&[3], DType::F32)));
+        with_device(&Place::Cpu, || crate::Optimizer::step(&mut sgd)).unwrap();
+    }
+    assert_eq!(variable.get().to_vec::<f32>().unwrap(), [-2.5, -1.5, -0.5]);
+}
+
 /// However operands lie, in whichever order tiles come, whatever follows: what one kernel on tensor cores makes of it.
 #[test]
 fn products_on_tensor_cores_are_as_on_a_cpu() {

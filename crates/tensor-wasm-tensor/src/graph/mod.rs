@@ -103,13 +103,19 @@ impl Storage {
         }
     }
 
-    /// Whether it is so many bytes of this library's own memory, on a CPU and nowhere else.
+    /// Whether it is so many bytes of this library's own memory, in one place and nowhere else.
     fn is_own(&self, bytes: usize) -> bool {
         #[cfg(feature = "cuda")]
-        if self.cuda.lock().is_some() {
-            return false;
+        if let Some(buffer) = &*self.cuda.lock() {
+            return self.cpu.get().is_none() && buffer.bytes() == bytes;
         }
         self.cpu.get().is_some_and(|buffer| buffer.is_own() && buffer.bytes() == bytes)
+    }
+
+    /// What a CPU writes over is no longer what a GPU has a copy of.
+    pub(crate) fn forget_copies(&self) {
+        #[cfg(feature = "cuda")]
+        self.cuda.lock().take();
     }
 
     /// On a CPU, if it is there.

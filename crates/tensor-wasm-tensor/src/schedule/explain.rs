@@ -124,8 +124,8 @@ pub(crate) fn explained_kernels(plan: &Plan) -> Vec<ExplainedKernel> {
 /// Whether an operation is computed right after a product, as far as its name and inputs tell.
 fn step_has(step: &Step, snapshot: &Snapshot, node: usize) -> bool {
     let Step::Special(special) = step else { return false };
-    snapshot.nodes[node].inputs.contains(&special.node)
-        || snapshot.nodes[node].inputs.iter().any(|input| snapshot.nodes[*input].inputs.contains(&special.node))
+    snapshot.inputs(node).contains(&special.node)
+        || snapshot.inputs(node).iter().any(|input| snapshot.inputs(*input).contains(&special.node))
 }
 
 fn bytes(shape: Shape, dtype: DType) -> usize {

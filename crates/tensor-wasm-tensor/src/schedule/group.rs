@@ -147,7 +147,7 @@ impl<'s> Grouping<'s> {
     }
 
     fn place(&mut self, node: usize) -> Place {
-        let inputs = &self.snapshot.nodes[node].inputs;
+        let inputs = self.snapshot.inputs(node);
         match &self.snapshot.nodes[node].op {
             Op::Data => Place::Leaf,
             op if op.is_generated() => Place::Everywhere,
@@ -181,7 +181,7 @@ impl<'s> Grouping<'s> {
                 let kind = GroupKind::Special(node);
                 self.groups.push(Group { kind, began: None, before: Vec::new(), merged: None, is_left: false });
                 let group = self.groups.len() - 1;
-                for input in inputs.clone() {
+                for input in inputs.to_vec() {
                     let base = self.make_readable(input);
                     self.depend(group, base);
                 }
@@ -225,7 +225,7 @@ impl<'s> Grouping<'s> {
         let mut base = node;
         while self.places[base] == Place::View {
             views.push(base);
-            base = self.snapshot.nodes[base].inputs[0];
+            base = self.snapshot.inputs(base)[0];
         }
         views.reverse();
         Path { base, views }
@@ -276,7 +276,7 @@ impl<'s> Grouping<'s> {
         if self.shape(node).numel() != target.numel() {
             return Err(WhyNot::OtherSize);
         }
-        for input in &self.snapshot.nodes[node].inputs {
+        for input in self.snapshot.inputs(node) {
             let (base, layout) = self.read(*input, target).ok_or(WhyNot::OtherOrder)?;
             match self.group_of(base) {
                 Some((own, from)) if own == group => {
@@ -311,7 +311,7 @@ impl<'s> Grouping<'s> {
             return Err(Some(WhyNot::Eager));
         }
         let mut why = None;
-        let inputs = self.snapshot.nodes[node].inputs.clone();
+        let inputs = self.snapshot.inputs(node).to_vec();
         let mut candidates: Vec<usize> = Vec::new();
         for input in inputs {
             let base = self.path(input).base;
@@ -428,7 +428,7 @@ impl<'s> Grouping<'s> {
 
     /// Adds a node to a group, which can take it.
     fn join(&mut self, node: usize, group: usize, level: Level) -> Place {
-        let inputs = self.snapshot.nodes[node].inputs.clone();
+        let inputs = self.snapshot.inputs(node).to_vec();
         if let (GroupKind::Map { reduced, .. }, Op::Reduce(_, axes)) =
             (&mut self.groups[group].kind, &self.snapshot.nodes[node].op)
         {
@@ -529,7 +529,12 @@ impl<'s> Grouping<'s> {
 
     fn special(&self, node: usize) -> SpecialNode<'_> {
         let found = &self.snapshot.nodes[node];
-        SpecialNode { op: &found.op, inputs: &found.inputs, shape: found.node.shape, dtype: found.node.dtype }
+        SpecialNode {
+            op: &found.op,
+            inputs: self.snapshot.inputs(node),
+            shape: found.node.shape,
+            dtype: found.node.dtype,
+        }
     }
 
     fn map_kernel(&self, group: usize, space: Shape, reduced: AxisSet, members: &[usize]) -> Option<MapKernel> {
@@ -557,7 +562,7 @@ impl<'s> Grouping<'s> {
         for member in members.iter().rev() {
             let is_used = || {
                 needed.iter().any(|user| {
-                    let inputs = &self.snapshot.nodes[*user].inputs;
+                    let inputs = self.snapshot.inputs(*user);
                     inputs.iter().any(|input| self.path(*input).base == *member)
                 })
             };
@@ -604,7 +609,7 @@ impl Emit<'_> {
         let node = &grouping.snapshot.nodes[member];
         let (_, level) = grouping.maker_of(member)?;
         let dtype = node.node.dtype;
-        let inputs = &node.inputs;
+        let inputs = grouping.snapshot.inputs(member);
         let kind = match &node.op {
             Op::Unary(op) => ValueKind::Unary(*op, self.value(inputs[0], level)?),
             Op::Binary(op) => ValueKind::Binary(*op, self.value(inputs[0], level)?, self.value(inputs[1], level)?),

@@ -256,7 +256,7 @@ fn with_epilogues(steps: Vec<Step>) -> Vec<Step> {
 }
 
 impl BufferView {
-    fn slot(&self) -> Option<usize> {
+    pub(crate) fn slot(&self) -> Option<usize> {
         if let Source::Slot(slot) = self.source { Some(slot) } else { None }
     }
 }

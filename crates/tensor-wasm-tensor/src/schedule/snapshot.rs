@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::error::{ErrorKind, TensorError};
@@ -15,6 +16,8 @@ use super::plan::Parameter;
 pub(super) struct Snapshot {
     /// Inputs come before what is made of them.
     pub nodes: Vec<SnapshotNode>,
+    /// Those of all nodes, one after the other.
+    inputs: Vec<usize>,
     pub leaves: Vec<Value>,
     /// For each leaf whether its buffer may be overwritten, and then how many elements it has.
     pub given_up: Vec<Option<usize>>,
@@ -27,7 +30,8 @@ pub(super) struct Snapshot {
 pub(super) struct SnapshotNode {
     pub node: Arc<Node>,
     pub op: Op,
-    pub inputs: Vec<usize>,
+    /// Which of the snapshot's inputs are its own.
+    inputs: Range<u32>,
     /// Which of the leaves, or of the parameters, it is.
     pub number: usize,
 }
@@ -43,10 +47,10 @@ impl Seen {
     /// Whether a node is new, beside those that were found already.
     fn insert(&mut self, id: u64, found: &[Found]) -> bool {
         if found.len() < SEARCHED_MAX {
-            return found.iter().all(|(node, ..)| node.id != id);
+            return found.iter().all(|found| found.node.id != id);
         }
         if self.0.is_empty() {
-            self.0.extend(found.iter().map(|(node, ..)| node.id));
+            self.0.extend(found.iter().map(|found| found.node.id));
         }
         self.0.insert(id)
     }
@@ -70,73 +74,104 @@ impl Hasher for IdHasher {
     }
 }
 
-/// A node with how it is computed, from which others, or what it is.
-type Found = (Arc<Node>, Op, Vec<u64>, Option<Value>);
+/// A node with how it is computed, from which others, or what it is. Small: it is moved while nodes are sorted, and
+/// what is taken of a graph is taken anew for each of its runs.
+struct Found {
+    node: Arc<Node>,
+    op: Op,
+    /// Which of the ids that were collected.
+    inputs: Range<u32>,
+    /// Which of the values.
+    value: Option<usize>,
+}
+
+/// Nodes that there is room for from the beginning.
+const NODES_MIN: usize = 16;
+
+fn index(at: usize) -> u32 {
+    u32::try_from(at).unwrap_or(u32::MAX)
+}
 
 impl Snapshot {
+    /// The nodes that one is made of.
+    pub(super) fn inputs(&self, node: usize) -> &[usize] {
+        let Range { start, end } = self.nodes[node].inputs;
+        &self.inputs[start as usize..end as usize]
+    }
+
     /// Of nodes, to be computed in a mode, which is part of the key. Elements that are in `given_up` nobody wants to
     /// see again.
     pub(super) fn take(asked: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Snapshot, TensorError> {
-        let mut left: Vec<Arc<Node>> = asked.iter().filter(|node| node.state.lock().value.is_none()).cloned().collect();
+        let mut left: Vec<Arc<Node>> = Vec::with_capacity(NODES_MIN);
+        left.extend(asked.iter().filter(|node| node.state.lock().value.is_none()).cloned());
         let mut missing: Vec<u64> = left.iter().map(|node| node.id).collect();
         missing.sort_unstable();
         missing.dedup();
-        let mut found: Vec<Found> = Vec::with_capacity(4);
+        let mut found: Vec<Found> = Vec::with_capacity(NODES_MIN);
+        let (mut input_ids, mut values) = (Vec::<u64>::with_capacity(2 * NODES_MIN), Vec::<Option<Value>>::new());
         let mut seen = Seen::default();
         while let Some(node) = left.pop() {
             if !seen.insert(node.id, &found) {
                 continue;
             }
             let state = node.state.lock();
-            let (op, inputs, value) = match (&state.value, &state.recipe) {
-                (Some(value), _) => (Op::Data, Vec::new(), Some(value.clone())),
+            let first = index(input_ids.len());
+            let (op, value) = match (&state.value, &state.recipe) {
+                (Some(value), _) => {
+                    values.push(Some(value.clone()));
+                    (Op::Data, Some(values.len() - 1))
+                }
                 (None, Some(recipe)) => {
                     if let Op::Failed(error) = &recipe.op {
                         return Err(error.clone());
                     }
                     let (op, inputs) = chosen(recipe);
-                    left.extend(inputs.iter().cloned());
-                    (op, inputs.iter().map(|input| input.id).collect(), None)
+                    left.extend_from_slice(inputs);
+                    input_ids.extend(inputs.iter().map(|input| input.id));
+                    (op, None)
                 }
                 (None, None) => return Err(TensorError::new("realize", ErrorKind::GraphFreed, node.at)),
             };
             drop(state);
-            found.push((node, op, inputs, value));
+            found.push(Found { node, op, inputs: first..index(input_ids.len()), value });
         }
-        found.sort_unstable_by_key(|(node, ..)| node.id);
-        let ids: Vec<u64> = found.iter().map(|(node, ..)| node.id).collect();
+        // Nodes are met from the last to the first, more or less.
+        found.reverse();
+        found.sort_by_key(|found| found.node.id);
+        let ids: Vec<u64> = found.iter().map(|found| found.node.id).collect();
         let position = |id: &u64| ids.binary_search(id).ok();
-        let (mut nodes, mut leaves, mut parameters) = (Vec::with_capacity(found.len()), Vec::new(), Vec::new());
-        let mut all_given_up = Vec::new();
+        let inputs: Vec<usize> = input_ids.iter().map(|id| position(id).unwrap_or(usize::MAX)).collect();
+        let (mut nodes, mut leaves, mut parameters) =
+            (Vec::with_capacity(found.len()), Vec::with_capacity(values.len()), Vec::new());
+        let mut all_given_up = Vec::with_capacity(values.len());
         let stored_as = |storage: &Arc<Storage>| {
-            let values = found.iter().filter_map(|(.., value)| value.as_ref());
-            values.filter(|value| Arc::ptr_eq(&value.storage, storage)).count()
+            values.iter().flatten().filter(|value| Arc::ptr_eq(&value.storage, storage)).count()
         };
         // What two leaves are in is read by whoever reads either.
         let given_up: Vec<&Arc<Storage>> = given_up.iter().filter(|storage| stored_as(storage) == 1).collect();
-        let mut key = Vec::with_capacity(16 * found.len() + 1);
+        let mut key = Vec::with_capacity(12 * found.len() + 16 * values.len() + 1);
         key.push(u64::from(mode == Mode::Eager));
-        for (node, op, inputs, value) in found {
-            let inputs: Vec<usize> = inputs.iter().filter_map(position).collect();
-            let is_output = missing.binary_search(&node.id).is_ok();
+        for Found { node, op, inputs: own, value } in found {
+            let is_output = !missing.is_empty() && missing.binary_search(&node.id).is_ok();
             let number = match &op {
                 Op::Fill(scalar) => add(&mut parameters, Parameter::Scalar(*scalar)),
                 Op::Random { seed } => add(&mut parameters, Parameter::Seed(*seed)),
                 _ => leaves.len(),
             };
-            write_key(&mut key, &node, &op, &inputs, value.as_ref(), is_output);
+            let value = value.and_then(|at| values[at].take());
+            write_key(&mut key, &node, &op, &inputs[own.start as usize..own.end as usize], value.as_ref(), is_output);
             if let Some(value) = value {
                 let is_given_up = given_up.iter().any(|storage| Arc::ptr_eq(storage, &value.storage));
                 key.push(u64::from(is_given_up));
                 all_given_up.push(is_given_up.then(|| node.shape.numel()));
                 leaves.push(value);
             }
-            nodes.push(SnapshotNode { node, op, inputs, number });
+            nodes.push(SnapshotNode { node, op, inputs: own, number });
         }
         let mut outputs: Vec<usize> = missing.iter().filter_map(position).collect();
         outputs.sort_unstable();
         outputs.dedup();
-        Ok(Snapshot { nodes, leaves, given_up: all_given_up, parameters, outputs, key })
+        Ok(Snapshot { nodes, inputs, leaves, given_up: all_given_up, parameters, outputs, key })
     }
 }
 
@@ -193,42 +228,42 @@ fn add(parameters: &mut Vec<Parameter>, parameter: Parameter) -> usize {
 
 /// Everything that a plan depends on, one number after the other: as many as the first ones say.
 fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: Option<&Value>, is_output: bool) {
-    let (code, details): (u64, [u64; 5]) = match op {
-        Op::Data => (0, [0; 5]),
-        Op::Fill(_) => (1, [0; 5]),
-        Op::Iota => (2, [0; 5]),
-        Op::Random { .. } => (3, [0; 5]),
-        Op::Unary(op) => (4, [*op as u64, 0, 0, 0, 0]),
-        Op::Binary(op) => (5, [*op as u64, 0, 0, 0, 0]),
-        Op::Where => (6, [0; 5]),
-        Op::Cast => (7, [0; 5]),
-        Op::Move(Movement::Reshape) => (8, [0; 5]),
-        Op::Move(Movement::Permute(axes)) => (9, [u64::from_le_bytes(*axes), 0, 0, 0, 0]),
-        Op::Move(Movement::Expand) => (10, [0; 5]),
+    let (code, details): (u64, [Option<u64>; 3]) = match op {
+        Op::Data => (0, [None; 3]),
+        Op::Fill(_) => (1, [None; 3]),
+        Op::Iota => (2, [None; 3]),
+        Op::Random { .. } => (3, [None; 3]),
+        Op::Unary(op) => (4, [Some(*op as u64), None, None]),
+        Op::Binary(op) => (5, [Some(*op as u64), None, None]),
+        Op::Where => (6, [None; 3]),
+        Op::Cast => (7, [None; 3]),
+        Op::Move(Movement::Reshape) => (8, [None; 3]),
+        Op::Move(Movement::Permute(axes)) => (9, [Some(u64::from_le_bytes(*axes)), None, None]),
+        Op::Move(Movement::Expand) => (10, [None; 3]),
         Op::Move(Movement::Slice { axis, start, step }) => {
-            (11, [*axis as u64, *start as u64, step.cast_unsigned() as u64, 0, 0])
+            (11, [Some(*axis as u64), Some(*start as u64), Some(step.cast_unsigned() as u64)])
         }
         Op::Move(Movement::Windows { axis, step, dilation }) => {
-            (12, [*axis as u64, *step as u64, *dilation as u64, 0, 0])
+            (12, [Some(*axis as u64), Some(*step as u64), Some(*dilation as u64)])
         }
-        Op::Reduce(op, axes) => (13, [*op as u64, axes.bits(), 0, 0, 0]),
-        Op::ArgReduce { axis, largest } => (14, [*axis as u64, u64::from(*largest), 0, 0, 0]),
-        Op::Matmul => (15, [0; 5]),
-        Op::Cumsum { axis, is_reverse } => (16, [*axis as u64, u64::from(*is_reverse), 0, 0, 0]),
-        Op::ArgSort { axis, is_descending } => (17, [*axis as u64, u64::from(*is_descending), 0, 0, 0]),
-        Op::Gather { axis } => (18, [*axis as u64, 0, 0, 0, 0]),
-        Op::ScatterAdd { axis, size } => (19, [*axis as u64, *size as u64, 0, 0, 0]),
+        Op::Reduce(op, axes) => (13, [Some(*op as u64), Some(axes.bits()), None]),
+        Op::ArgReduce { axis, largest } => (14, [Some(*axis as u64), Some(u64::from(*largest)), None]),
+        Op::Matmul => (15, [None; 3]),
+        Op::Cumsum { axis, is_reverse } => (16, [Some(*axis as u64), Some(u64::from(*is_reverse)), None]),
+        Op::ArgSort { axis, is_descending } => (17, [Some(*axis as u64), Some(u64::from(*is_descending)), None]),
+        Op::Gather { axis } => (18, [Some(*axis as u64), None, None]),
+        Op::ScatterAdd { axis, size } => (19, [Some(*axis as u64), Some(*size as u64), None]),
         // Its corners follow, one for each input.
-        Op::Place(_) => (20, [0; 5]),
+        Op::Place(_) => (20, [None; 3]),
         // Its axes follow.
-        Op::Fold { before, .. } => (21, [u64::from(before.is_some()), 0, 0, 0, 0]),
-        Op::Failed(_) => (22, [0; 5]),
-        Op::Contract { summed } => (23, [summed.bits(), 0, 0, 0, 0]),
-        Op::Attention { is_causal } => (24, [u64::from(*is_causal), 0, 0, 0, 0]),
+        Op::Fold { before, .. } => (21, [Some(u64::from(before.is_some())), None, None]),
+        Op::Failed(_) => (22, [None; 3]),
+        Op::Contract { summed } => (23, [Some(summed.bits()), None, None]),
+        Op::Attention { is_causal } => (24, [Some(u64::from(*is_causal)), None, None]),
     };
     let flags = u64::from(is_output) << 16 | (node.dtype as u64) << 8 | code;
     key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);
-    key.extend(details);
+    key.extend(details.iter().flatten());
     key.extend(inputs.iter().map(|input| *input as u64));
     match op {
         Op::Place(corners) => key.extend(corners.iter().flatten().map(|at| *at as u64)),

@@ -185,6 +185,11 @@ impl DeviceOps for CpuDevice {
         }
     }
 
+    fn branch_graph(&mut self, on: usize, _after: &[usize]) -> Result<(), DeviceError> {
+        // Steps are done one after the other, in an order that theirs allows.
+        if self.streams[on].recording.is_some() { Ok(()) } else { Err(not_recording()) }
+    }
+
     fn end_graph(&mut self, on: usize) -> Result<Vec<StreamOp>, DeviceError> {
         self.streams[on].recording.take().ok_or_else(not_recording)
     }

@@ -10,6 +10,7 @@ mod memory;
 mod modules;
 mod products;
 mod queues;
+mod recording;
 mod residents;
 mod streams;
 
@@ -24,6 +25,7 @@ pub(crate) use self::driver::probe;
 use self::driver::{Context, attribute, check};
 use self::modules::{CudaKernel, CudaLoader};
 use self::queues::HardwareQueues;
+use self::recording::Recording;
 use self::residents::CudaResident;
 use self::streams::CudaStream;
 use super::execute::{DeviceOps, Executor, LaunchShape};
@@ -75,7 +77,7 @@ impl CudaDevice {
 
     /// The same for what may be recorded.
     fn target(&self, stream: usize) -> Result<cu::CUstream, DeviceError> {
-        self.stream(stream)?.recording.map_or_else(|| self.on_device(stream), Ok)
+        self.stream(stream)?.recording.as_ref().map_or_else(|| self.on_device(stream), |recording| Ok(recording.stream))
     }
 
     fn stream_mut(&mut self, stream: usize) -> Result<&mut CudaStream, DeviceError> {
@@ -272,34 +274,20 @@ impl DeviceOps for CudaDevice {
     }
 
     fn begin_graph(&mut self, on: usize) -> Result<(), DeviceError> {
-        const RELAXED: cu::CUstreamCaptureMode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         let own = self.stream_mut(on)?;
         if own.recording.is_some() {
             return Err(already_recording());
         }
-        let recording = queues::new_recording(own.green)?;
-        // SAFETY: a stream of ours that is not capturing.
-        if let Err(error) = check(unsafe { cu::cuStreamBeginCapture_v2(recording, RELAXED) }) {
-            queues::destroy(recording);
-            return Err(error);
-        }
-        own.recording = Some(recording);
+        own.recording = Some(Recording::begin(own.green)?);
         Ok(())
     }
 
+    fn branch_graph(&mut self, on: usize, after: &[usize]) -> Result<(), DeviceError> {
+        self.stream_mut(on)?.recording.as_mut().ok_or_else(not_recording)?.branch(after)
+    }
+
     fn end_graph(&mut self, on: usize) -> Result<CudaGraph, DeviceError> {
-        let recording = self.stream_mut(on)?.recording.take().ok_or_else(not_recording)?;
-        let (mut graph, mut exec) = (null_mut(), null_mut());
-        // SAFETY: the stream is capturing, and nobody else has it; the graph is ours and destroyed once it has been
-        // instantiated or not.
-        let made = unsafe {
-            check(cu::cuStreamEndCapture(recording, &mut graph)).and_then(|()| {
-                let made = check(cu::cuGraphInstantiateWithFlags(&mut exec, graph, 0));
-                check(cu::cuGraphDestroy(graph)).and(made)
-            })
-        };
-        queues::destroy(recording);
-        made.map(|()| CudaGraph(exec))
+        self.stream_mut(on)?.recording.take().ok_or_else(not_recording)?.end().map(CudaGraph)
     }
 
     fn replay(&mut self, on: usize, graph: &CudaGraph) -> Result<(), DeviceError> {

@@ -11,7 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use cudarc::driver::sys as cu;
 
 use super::driver::{Context, check};
-use super::queues::{self, HardwareQueues, QueueUse};
+use super::queues::{HardwareQueues, QueueUse};
+use super::recording::Recording;
 use crate::backend::residents::Ending;
 use crate::error::DeviceError;
 use crate::slab::Slab;
@@ -28,7 +29,7 @@ pub(super) struct CudaStream {
     /// Memory taken from the pool.
     pub reserved: HashSet<u64>,
     /// What is being recorded goes to a stream that nobody shares.
-    pub recording: Option<cu::CUstream>,
+    pub recording: Option<Recording>,
     pub resident: Option<ResidentStream>,
     waiter: Option<Sender<RecordedEvent>>,
 }
@@ -94,9 +95,6 @@ impl CudaStream {
     /// `own` is the stream's number. What is the owner's goes with the owner; a green context is returned, because the
     /// driver waits for resident kernels before it goes.
     pub(super) fn destroy(self, own: usize, queues: &mut HardwareQueues) -> Option<cu::CUgreenCtx> {
-        if let Some(recording) = self.recording {
-            queues::destroy(recording);
-        }
         queues.give_back(self.queue);
         if let Some(pool) = self.pool {
             // SAFETY: a pool of ours whose memory was given back, or is by the driver once it is not used.

@@ -32,6 +32,7 @@ impl<'k> Epilogue<'k> {
             team: 1,
             lanes,
             is_along_rows: true,
+            repeats: 1,
             parts: 1,
             part_len: 1,
             is_kept: true,

@@ -89,6 +89,7 @@ impl Emit<'_> {
             }
             points.push(point);
         }
+        self.repeat(row, &mut points)?;
         for round in 0..=last {
             self.rows_of(round)?;
             let (reductions, stores) = (self.reductions_of(round), self.stores_of(round));
@@ -108,6 +109,23 @@ impl Emit<'_> {
             }
         }
         self.store_rows(last)
+    }
+
+    /// The other points of an item that has several. What they are computed from is loaded before anything is stored:
+    /// nobody can know that a load does not want what a store before it wrote, so that none would overtake it.
+    fn repeat(&mut self, row: Value, points: &mut Vec<Point>) -> Built<()> {
+        let Frame { rows, repeats, .. } = self.frame;
+        for n in 1..repeats {
+            let more = self.b.i32(small(n * (rows / repeats)).cast_signed())?;
+            let row = self.b.binary(B::I32Add, row, more)?;
+            points.push(self.point(row, None));
+        }
+        let is_load = |n: &usize| matches!(self.kernel.values[*n].kind, ValueKind::Load(_));
+        let loads: Vec<usize> = (0..self.kernel.values.len()).filter(is_load).collect();
+        if repeats > 1 {
+            points.iter_mut().try_for_each(|point| self.evaluate(point, &loads))?;
+        }
+        Ok(())
     }
 
     /// One pass over the row.
@@ -134,8 +152,9 @@ impl Emit<'_> {
         mut visit: impl FnMut(&mut Self, &mut Point) -> Built<Vec<Vec<Value>>>,
     ) -> Built<Vec<Vec<Value>>> {
         let Frame { team, row_len, part_len, .. } = self.frame;
+        let unrolled = self.frame.unrolled();
         let step_len = team * self.frame.lanes_in_row();
-        let step = small(step_len);
+        let step = small(step_len * unrolled);
         let mut sums: Vec<Vec<Variable>> = Vec::new();
         for n in reductions {
             let starts = self.starts(*n)?;
@@ -164,16 +183,20 @@ impl Emit<'_> {
         let all: Vec<Variable> = carried.iter().copied().chain([counter]).collect();
         let again = self.b.begin_loop(&all)?;
         let number = self.b.get(counter)?;
-        let place = times(&mut self.b, number, step_len.cast_signed())?;
+        let place = times(&mut self.b, number, (step_len * unrolled).cast_signed())?;
         let within = self.b.binary(B::I32Add, first, place)?;
         let row = self.row_number()?;
-        let mut point = self.point(row, Some(within));
-        let operands = visit(self, &mut point)?;
-        for ((n, sum), operand) in reductions.iter().zip(&sums).zip(operands) {
-            let before: Vec<Value> = sum.iter().map(|variable| self.b.get(*variable)).collect::<Built<_>>()?;
-            let after = self.add_up(*n, &before, &operand, None)?;
-            for (variable, value) in sum.iter().zip(after) {
-                self.b.set(*variable, value)?;
+        for n in 0..unrolled {
+            let more = self.b.i32(small(n * step_len).cast_signed())?;
+            let within = self.b.binary(B::I32Add, within, more)?;
+            let mut point = self.point(row, Some(within));
+            let operands = visit(self, &mut point)?;
+            for ((n, sum), operand) in reductions.iter().zip(&sums).zip(operands) {
+                let before: Vec<Value> = sum.iter().map(|variable| self.b.get(*variable)).collect::<Built<_>>()?;
+                let after = self.add_up(*n, &before, &operand, None)?;
+                for (variable, value) in sum.iter().zip(after) {
+                    self.b.set(*variable, value)?;
+                }
             }
         }
         let one = self.b.i32(1)?;

@@ -17,7 +17,7 @@ use tensor_wasm_jit::{Target, Ty};
 
 use super::index::{Axes, Indices, count, small, some_axes};
 use super::numbers::{Built, Class, Numbers, Registers};
-use crate::schedule::plan::{BufferView, MapKernel, Source, ValueKind};
+use crate::schedule::plan::{BufferView, Level, MapKernel, Source, ValueKind};
 use crate::shape::AxisSet;
 
 /// Work items of a group.
@@ -34,6 +34,14 @@ const ITEMS_MIN: usize = 16_384;
 
 /// Groups that fill a device, with some for each multiprocessor.
 const GROUPS_MIN: usize = 1_056;
+
+/// Bytes that a work item has asked for before it uses the first of them, where there is enough to do: with more in
+/// flight, memory is busy from one end of a kernel to the other.
+const FLIGHT_BYTES: usize = 128;
+
+/// Work items that fill a device twice over, beyond which each does more rather than there being more of them; fewer
+/// in tests, which run them one by one.
+const ITEMS_MANY: usize = if cfg!(test) { 64 } else { 2 * 132 * 2_048 };
 
 /// Elements that a part of a long row has at least, for each work item.
 const PART_MIN: usize = 8;
@@ -107,6 +115,8 @@ struct Frame {
     /// Elements that one has at once: of neighbouring rows, or of its row.
     lanes: usize,
     is_along_rows: bool,
+    /// How often an item does the same, as far apart as the space is long divided by that; only without reductions.
+    repeats: usize,
     /// Parts that rows are cut into, and elements of a part.
     parts: usize,
     part_len: usize,
@@ -134,6 +144,7 @@ impl Frame {
             team: 1,
             lanes: 1,
             is_along_rows,
+            repeats: 1,
             parts: 1,
             part_len: row_len,
             is_kept: true,
@@ -153,6 +164,7 @@ impl Frame {
                 frame.team = GROUP as usize;
             }
         }
+        frame.repeats = frame.repeated(kernel);
         let in_row = frame.lanes_in_row();
         // No larger groups than there is something to do for.
         let items = (rows / frame.lanes_of_rows()).saturating_mul(frame.team);
@@ -188,6 +200,32 @@ impl Frame {
         lanes
     }
 
+    /// How many vectors an item has, all of which it loads before it stores the first.
+    fn repeated(&self, kernel: &MapKernel) -> usize {
+        if self.row_len > 1 || self.team > 1 || kernel.values.iter().any(|value| value.level == Level::Row) {
+            return 1;
+        }
+        let loaded: usize = kernel.loads.iter().map(|view| view.dtype.size() * self.lanes).sum();
+        let mut repeats = 4;
+        while repeats > 1
+            && (loaded * repeats > FLIGHT_BYTES
+                || !self.rows.is_multiple_of(repeats * self.lanes)
+                || self.rows / (repeats * self.lanes) < ITEMS_MANY)
+        {
+            repeats /= 2;
+        }
+        repeats
+    }
+
+    /// How many steps of a pass over a row are one round of its loop: as many as always divide it, so that none of
+    /// their loads waits for a sum before.
+    fn unrolled(&self) -> usize {
+        let len = if self.parts > 1 { self.part_len } else { self.row_len };
+        let step = self.team * self.lanes_in_row();
+        let divides = |count: &usize| self.row_len.is_multiple_of(len) && len.is_multiple_of(step * count);
+        [8, 4, 2].into_iter().find(divides).unwrap_or(1)
+    }
+
     fn lanes_in_row(&self) -> usize {
         if self.is_along_rows { 1 } else { self.lanes }
     }
@@ -201,7 +239,7 @@ impl Frame {
     }
 
     fn row_groups(&self) -> usize {
-        self.rows.div_ceil(self.rows_per_group())
+        (self.rows / self.repeats).div_ceil(self.rows_per_group())
     }
 }
 
@@ -419,7 +457,7 @@ impl<'k> Emit<'k> {
         let row = self.b.binary(B::I32Mul, number, per_group)?;
         let row = self.b.binary(B::I32Add, row, in_group)?;
         let row = super::index::times(&mut self.b, row, lanes.cast_signed())?;
-        let end = self.b.i32(small(rows).cast_signed())?;
+        let end = self.b.i32(small(rows / self.frame.repeats).cast_signed())?;
         let is_row = self.b.binary(B::I32LtU, row, end)?;
         (self.item, self.in_team) = (Some(item), Some(in_team));
         if team == 1 {

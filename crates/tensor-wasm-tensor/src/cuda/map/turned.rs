@@ -59,6 +59,7 @@ pub(super) fn lower(kernel: &MapKernel, turned: &Turned, target: Target) -> Buil
         team: 1,
         lanes: 1,
         is_along_rows: true,
+        repeats: 1,
         parts: 1,
         part_len: 1,
         is_kept: true,
