@@ -66,6 +66,10 @@ fn already_recording() -> DeviceError {
     DeviceError::BadLaunch { why: "a graph is being recorded already".to_owned() }
 }
 
+fn no_such_step(step: usize, recorded: usize) -> DeviceError {
+    DeviceError::BadLaunch { why: format!("a step of a graph comes after step {step}, and {recorded} are recorded") }
+}
+
 fn not_recording() -> DeviceError {
     DeviceError::BadLaunch { why: "no graph is being recorded".to_owned() }
 }

@@ -560,7 +560,7 @@ mod tests {
             assert_eq!((stats.used_bytes, stats.buffers), (0, 0));
             let given: u64 = arena.trim().iter().map(|trimmed| trimmed.bytes).sum();
             assert_eq!((given, arena.stats().reserved_bytes), (stats.reserved_bytes, 0));
-            assert!(arena.free.iter().all(Vec::is_empty), "no block of a chunk that is gone");
+            assert!(arena.free.iter().all(BTreeMap::is_empty), "no block of a chunk that is gone");
         }
     }
 

@@ -1,5 +1,7 @@
 //! Cases about streams, resident kernels and named regions, with the kernels they run: Rust for a CPU, PTX for CUDA.
 
+use tensor_wasm_gpu::Buffer;
+
 use super::*;
 
 /// The argument of a worker process that has the kernels below.
@@ -219,6 +221,36 @@ pub(super) fn buffers_across_streams(setup: &Setup) {
     drop(a.replay(&graph).unwrap());
     assert_eq!(read(&tenant, buffer.handle(), 0, 100), [9; 100]);
     assert_eq!(device.restarts(), 0);
+}
+
+pub(super) fn branched_graphs(setup: &Setup) {
+    const BYTES: u64 = 100_000;
+    let tenant = setup.tenant("branches");
+    let [a, b, c] = [(); 3].map(|()| tenant.buffer(BYTES).unwrap());
+    let all = |buffer: &Buffer| read(&tenant, buffer.handle(), 0, 100_000);
+    let fill = |buffer: &Buffer, value| GraphStep::Fill { buffer: buffer.handle(), offset: 0, bytes: BYTES, value };
+    let half = |from: &Buffer, at| GraphStep::Copy { from: (from.handle(), 0), to: (c.handle(), at), bytes: BYTES / 2 };
+    // Two branches that meet in `c`, each read before it is filled anew; and a step that nothing comes after.
+    let steps = [fill(&a, 1), fill(&b, 2), half(&a, 0), half(&b, BYTES / 2), fill(&a, 3), fill(&b, 4)];
+    let after: [&[u16]; 6] = [&[], &[], &[0], &[1], &[2], &[3]];
+    let after = after.map(<[u16]>::to_vec);
+    let graph = block_on(tenant.graph_branched(&steps, &[], &after)).unwrap();
+    for round in 0..20 {
+        drop(tenant.fill(c.handle(), 0, BYTES, round).unwrap());
+        drop(tenant.replay(&graph).unwrap());
+        let seen = all(&c);
+        let (first, second) = seen.split_at(seen.len() / 2);
+        assert!(first.iter().all(|byte| *byte == 1) && second.iter().all(|byte| *byte == 2));
+        assert!(all(&a).iter().all(|byte| *byte == 3));
+        assert!(all(&b).iter().all(|byte| *byte == 4));
+    }
+    // An order that is none: of another number of steps, after a later step, after itself.
+    for bad in [vec![vec![]; 5], vec![vec![1], vec![], vec![], vec![], vec![], vec![]], vec![vec![0]; 6]] {
+        let refused = block_on(tenant.graph_branched(&steps, &[], &bad)).err();
+        assert!(matches!(refused, Some(DeviceError::BadLaunch { .. })), "{refused:?}");
+    }
+    drop(tenant.replay(&graph).unwrap());
+    assert_eq!(read(&tenant, a.handle(), 0, 1), [3]);
 }
 
 pub(super) fn shared_streams(setup: &Setup) {

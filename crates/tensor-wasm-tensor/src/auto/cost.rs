@@ -24,12 +24,16 @@ pub(crate) struct Speeds {
     pub products_half: f64,
 }
 
-/// The way between two memories.
+/// Amounts of bytes whose copies were timed.
+pub(crate) const COPIES: usize = 4;
+
+/// The way between two memories: what copies of some amounts took. Small ones travel with their jobs, larger ones
+/// through staging, by one thread and by several: no one rate is true of all.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Link {
-    pub latency: f64,
-    pub to_gpu: f64,
-    pub from_gpu: f64,
+    /// Bytes and seconds, from few to many.
+    pub to_gpu: [(f64, f64); COPIES],
+    pub from_gpu: [(f64, f64); COPIES],
 }
 
 /// What a plan has to do, as [`crate::Tensor::explain`] counts it.
@@ -118,9 +122,19 @@ impl KernelWork {
 impl Link {
     /// Seconds for as many buffers of so many bytes together.
     pub(crate) fn time(&self, buffers: usize, bytes: f64, to: super::Processor) -> f64 {
-        let rate = if to == super::Processor::Gpu { self.to_gpu } else { self.from_gpu };
+        let known = if to == super::Processor::Gpu { &self.to_gpu } else { &self.from_gpu };
         #[expect(clippy::cast_precision_loss, reason = "an estimate")]
-        let buffers = buffers as f64;
-        buffers * self.latency + bytes / rate
+        let buffers = buffers.max(1) as f64;
+        let each = bytes / buffers;
+        let after = known.iter().position(|(known, _)| each <= *known).unwrap_or(COPIES);
+        let seconds = match after {
+            0 => known[0].1,
+            COPIES => known[COPIES - 1].1 * each / known[COPIES - 1].0,
+            _ => {
+                let ((low, first), (high, last)) = (known[after - 1], known[after]);
+                first + (last - first) * (each - low) / (high - low)
+            }
+        };
+        buffers * seconds
     }
 }

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use super::Machine;
-use super::cost::{Link, RATES, Speeds};
+use super::cost::{COPIES, Link, RATES, Speeds};
 use crate::cuda::{CudaBuffer, CudaDevice};
 use crate::device::{Device, with_device};
 use crate::dtype::DType;
@@ -23,8 +23,8 @@ const GPU_ELEMENTS: [usize; RATES] = [1 << 18, 1 << 21, 1 << 25];
 const CPU_PRODUCT: usize = 512;
 const GPU_PRODUCT: usize = 2048;
 
-/// Elements of the copy that says how fast the link is; one of 1,024 says what any copy takes.
-const COPIED: usize = 1 << 21;
+/// Elements of the copies that say how fast the link is.
+const COPIED: [usize; COPIES] = [1 << 8, 1 << 15, 1 << 19, 1 << 22];
 
 pub(super) fn machine(device: &CudaDevice) -> Result<Machine> {
     let cpu = with_device(&Device::Cpu, || speeds(&CPU_ELEMENTS, CPU_PRODUCT))?;
@@ -91,21 +91,23 @@ fn speeds(elements: &[usize; RATES], product: usize) -> Result<Speeds> {
 
 #[expect(clippy::cast_precision_loss, reason = "a measurement")]
 fn link(device: &CudaDevice) -> Result<Link> {
-    let mut times = [[f64::INFINITY; 2]; 2];
-    for (times, elements) in times.iter_mut().zip([1024, COPIED]) {
+    let mut link = Link { to_gpu: [(0.0, 0.0); COPIES], from_gpu: [(0.0, 0.0); COPIES] };
+    for (n, elements) in COPIED.into_iter().enumerate() {
         let here = with_device(&Device::Cpu, || random(&[elements], DType::F32))?;
         let value = here.value()?;
         let failed = |what| crate::TensorError::new("auto", what, here.node.at);
+        let mut best = [f64::INFINITY; 2];
         for _ in 0..LONG_RUNS + 1 {
             let begun = Instant::now();
             let there = CudaBuffer::write(device, value.storage.cpu().map_err(failed)?).map_err(failed)?;
-            times[0] = times[0].min(begun.elapsed().as_secs_f64());
+            there.wait().map_err(failed)?;
+            best[0] = best[0].min(begun.elapsed().as_secs_f64());
             let begun = Instant::now();
             there.read().map_err(failed)?;
-            times[1] = times[1].min(begun.elapsed().as_secs_f64());
+            best[1] = best[1].min(begun.elapsed().as_secs_f64());
         }
+        let bytes = 4.0 * elements as f64;
+        (link.to_gpu[n], link.from_gpu[n]) = ((bytes, best[0]), (bytes, best[1]));
     }
-    let [short, long] = times;
-    let rate = |way: usize| 4.0 * COPIED as f64 / (long[way] - short[way]).max(1e-9);
-    Ok(Link { latency: short[0].max(short[1]), to_gpu: rate(0), from_gpu: rate(1) })
+    Ok(link)
 }

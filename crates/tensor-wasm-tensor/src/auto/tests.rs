@@ -8,6 +8,12 @@ use super::history::{Estimates, History};
 use super::{Machine, Processor};
 use crate::dtype::DType;
 
+/// A link of 50 GB/s that takes so much for any copy.
+fn link_of(latency: f64) -> Link {
+    let known = [1e3, 1e5, 2e6, 2e7].map(|bytes| (bytes, latency + bytes / 5e10));
+    Link { to_gpu: known, from_gpu: known }
+}
+
 /// About a server with some cores, and a GPU in it.
 fn machine() -> Machine {
     let cpu = Speeds {
@@ -28,7 +34,7 @@ fn machine() -> Machine {
         products_f64: 5e13,
         products_half: 7e14,
     };
-    Machine { cpu, gpu, link: Link { latency: 8e-6, to_gpu: 5e10, from_gpu: 5e10 } }
+    Machine { cpu, gpu, link: link_of(8e-6) }
 }
 
 /// Where what a plan reads comes from.
@@ -179,7 +185,7 @@ fn plans_run_where_their_explanation_says() {
     let (made, choice) = run(&|| &x + 2.0);
     assert!(!is_on_gpu(&made) && choice.contains("µs on the cpu (estimated)"), "{choice}");
     // What lies there is used there, unless the way is short.
-    let far = Link { latency: 3e-5, ..own.link };
+    let far = link_of(3e-5);
     set(Auto::Open { device: device.clone(), machine: Machine { link: far, ..own }.into() });
     let there = x.to(&Device::Cuda(device.clone()));
     let (made, choice) = run(&|| (&there * 3.0).exp());

@@ -174,6 +174,7 @@ impl CudaPlan {
             let Some(step) = &halved.steps[n] else { continue };
             let layouts = Layouts {
                 slots: &places.slots,
+                outputs: &places.outputs,
                 slot_bytes: &|slot| slot_bytes(plan, slot) as u64,
                 scratch: places.scratch[n]
                     .iter()
@@ -224,6 +225,9 @@ fn is_product_needed(plan: &HalvedPlan, step: usize) -> bool {
 /// A product as the device's library does it, if it has an algorithm for it, and room to work in; or why not.
 fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<LoweredKernel, String> {
     let Some(Step::Special(kernel)) = &plan.steps[step] else { return Err("it is fused".to_owned()) };
+    if matrix::is_small(kernel) {
+        return Err("it is small".to_owned());
+    }
     let lowered =
         product::of(kernel, is_product_needed(plan, step)).ok_or("a library has none of this type or layout")?;
     let covers = |product: &Program| matches!(product, Program::Product(product) if product.has_bias);
@@ -447,7 +451,7 @@ impl Places {
         };
         let slot_bytes = |slot: usize| slot_bytes(plan, slot);
         let all_bytes = (0..plan.slots.len()).map(slot_bytes).fold(0, usize::saturating_add);
-        let scratch_bytes = steps.iter().flat_map(|step| &step.scratch_bytes).fold(0, |sum: u64, own| sum + own);
+        let scratch_bytes: u64 = steps.iter().flat_map(|step| &step.scratch_bytes).sum();
         let is_shared = (all_bytes as u64).saturating_add(scratch_bytes) > UNSHARED_BYTES_MAX;
         for (n, slot) in plan.slots.iter().enumerate() {
             if slot.last_step.is_none() {

@@ -292,31 +292,33 @@ fn products_by_the_library_are_as_on_a_cpu() {
             made
         };
         let is_float = dtype.is_float();
-        let (x, y, z) = (of(&[5, 7]), of(&[7, 3]), of(&[3, 7]));
+        let (x, y, z) = (of(&[15, 17]), of(&[17, 13]), of(&[13, 17]));
         compare("plain", dtype, is_float, &|| x.matmul(&y));
         compare("right turned", dtype, is_float, &|| x.matmul(&z.t()));
         compare("left turned", dtype, is_float, &|| y.t().matmul(&x.t()));
-        let wide = of(&[9, 20]);
-        compare("parts", dtype, is_float, &|| wide.narrow(0, 2, 5).narrow(1, 3, 7).matmul(&y));
+        let wide = of(&[19, 50]);
+        compare("parts", dtype, is_float, &|| wide.narrow(0, 2, 15).narrow(1, 3, 17).matmul(&y));
         compare("every second", dtype, false, &|| wide.slice(1, None, None, 3).matmul(&y));
         compare("backwards", dtype, false, &|| x.flip(0).matmul(&y));
-        let (many, one) = (of(&[2, 4, 5, 7]), of(&[4, 7, 3]));
+        let (many, one) = (of(&[2, 4, 15, 17]), of(&[4, 17, 13]));
         compare("all rows at once", dtype, is_float, &|| many.matmul(&y));
         compare("one for all", dtype, false, &|| many.matmul(&one));
         compare("batches", dtype, is_float, &|| many.narrow(0, 0, 1).squeeze(0).matmul(&one));
         compare("turned batches", dtype, is_float, &|| one.transpose(1, 2).matmul(&one));
-        let (bias, other) = (of(&[3]), of(&[5, 3]));
+        let (bias, other) = (of(&[13]), of(&[15, 13]));
         compare("bias", dtype, is_float, &|| x.matmul(&y) + &bias);
         compare("and more", dtype, is_float, &|| (x.matmul(&y) + &bias).relu());
         compare("residual", dtype, is_float, &|| x.matmul(&y) + &other);
-        compare("row and column", dtype, is_float, &|| of(&[1, 7]).matmul(&of(&[7, 1])));
+        compare("row and column", dtype, is_float, &|| of(&[1, 1100]).matmul(&of(&[1100, 1])));
         compare("nothing to add up", dtype, false, &|| of(&[2, 0]).matmul(&of(&[0, 3])));
     }
     let by = |device: &Place, dtype: DType| {
         let of = |sizes: &[usize]| normal(sizes).cast(dtype);
-        product_by(device, &|| of(&[4, 4]).matmul(&of(&[4, 4])) + &of(&[4]))
+        product_by(device, &|| of(&[12, 12]).matmul(&of(&[12, 12])) + &of(&[12]))
     };
     assert_eq!(by(&WITH_LIBRARY, DType::F32), "cuBLASLt, with the bias");
+    let small = product_by(&WITH_LIBRARY, &|| normal(&[4, 4]).matmul(&normal(&[4, 4])));
+    assert_eq!(small, "own kernel: it is small");
     let integers = "own kernel: a library has none of this type or layout; tensor cores do not have its type";
     assert_eq!(by(&WITH_LIBRARY, DType::I32), integers);
     let without = by(&DEVICE, DType::F32);
@@ -465,8 +467,10 @@ fn a_plan_that_runs_again_is_replayed() {
     assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
 }
 
+type MakeOptimizer = dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>;
+
 /// Weights of a small network after some steps, and how many graphs were recorded in the last of them.
-fn trained(make: &dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>) -> (Vec<f64>, u64, u64) {
+fn trained(make: &MakeOptimizer) -> (Vec<f64>, u64, u64) {
     use crate::nn::Module;
     let layer = |inputs, outputs, seed| crate::nn::Linear::new(inputs, outputs, seed);
     let model =
@@ -497,7 +501,7 @@ fn trained(make: &dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>) -> (V
 fn training_writes_over_what_it_replaces_and_soon_records_no_more() {
     let opened = Device::open(&emulated(false)).unwrap();
     let device = Place::Cuda(CudaDevice::of(opened, "training").unwrap());
-    let optimizers: [&dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>; 2] =
+    let optimizers: [&MakeOptimizer; 2] =
         [&|variables| Box::new(crate::Sgd::with_momentum(variables, 0.1, 0.9, false)), &|variables| {
             Box::new(crate::Adam::new(variables, 0.01))
         }];
@@ -532,6 +536,23 @@ fn what_somebody_holds_is_not_written_over() {
         with_device(&Place::Cpu, || crate::Optimizer::step(&mut sgd)).unwrap();
     }
     assert_eq!(variable.get().to_vec::<f32>().unwrap(), [-2.5, -1.5, -0.5]);
+}
+
+#[test]
+fn what_is_given_up_is_written_over_when_nobody_reads_it_any_more() {
+    let round = |seed: u16| {
+        let x = Tensor::arange(0.0, 64.0, 1.0, DType::F32) * f32::from(seed);
+        x.realize().unwrap();
+        let given_up = [Node::sole_storage(&x.node).unwrap()];
+        // Of other sizes, so that they are kernels of their own, before the one that takes the place.
+        let outputs = [x.narrow(0, 0, 30) * 2.0, x.narrow(0, 30, 20) * 3.0, &x + 1.0];
+        Tensor::realize_over(&outputs.each_ref(), &given_up).unwrap();
+        outputs.map(|output| output.to_f64().unwrap())
+    };
+    for seed in 0..4 {
+        let (here, there) = (round(seed), with_device(&DEVICE, || round(seed)));
+        assert_eq!(here, there, "round {seed}: a graph from the second on, whose branches run in any order");
+    }
 }
 
 /// However operands lie, in whichever order tiles come, whatever follows: what one kernel on tensor cores makes of it.

@@ -181,7 +181,7 @@ impl<'s> Grouping<'s> {
                 let kind = GroupKind::Special(node);
                 self.groups.push(Group { kind, began: None, before: Vec::new(), merged: None, is_left: false });
                 let group = self.groups.len() - 1;
-                for input in inputs.to_vec() {
+                for input in inputs.iter().copied() {
                     let base = self.make_readable(input);
                     self.depend(group, base);
                 }

@@ -3,6 +3,7 @@
 
 pub(crate) mod memory;
 mod modules;
+mod recording;
 mod streams;
 
 use std::collections::HashMap;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 
 use self::memory::HostMemory;
 use self::modules::{CpuKernel, CpuLoader};
+use self::recording::Recording;
 use self::streams::{CpuStream, StreamLaunch, StreamOp};
 use super::execute::{DeviceOps, Executor, LaunchShape};
 use super::{Backend, already_recording, not_recording};
@@ -179,19 +181,18 @@ impl DeviceOps for CpuDevice {
         match &mut self.streams[on].recording {
             Some(_) => Err(already_recording()),
             none => {
-                *none = Some(Vec::new());
+                *none = Some(Recording::default());
                 Ok(())
             }
         }
     }
 
-    fn branch_graph(&mut self, on: usize, _after: &[usize]) -> Result<(), DeviceError> {
-        // Steps are done one after the other, in an order that theirs allows.
-        if self.streams[on].recording.is_some() { Ok(()) } else { Err(not_recording()) }
+    fn branch_graph(&mut self, on: usize, after: &[usize]) -> Result<(), DeviceError> {
+        self.streams[on].recording.as_mut().ok_or_else(not_recording)?.branch(after)
     }
 
     fn end_graph(&mut self, on: usize) -> Result<Vec<StreamOp>, DeviceError> {
-        self.streams[on].recording.take().ok_or_else(not_recording)
+        self.streams[on].recording.take().ok_or_else(not_recording).map(Recording::end)
     }
 
     fn replay(&mut self, on: usize, graph: &Vec<StreamOp>) -> Result<(), DeviceError> {

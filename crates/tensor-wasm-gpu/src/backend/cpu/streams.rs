@@ -7,6 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::memory::HostMemory;
 use super::modules::CpuKernel;
+use super::recording::Recording;
 use crate::backend::execute::LaunchShape;
 use crate::error::DeviceError;
 use crate::slab::Slab;
@@ -22,8 +23,8 @@ pub(super) struct CpuStream {
     pub owner: usize,
     pub memory_bytes_max: u64,
     pub memory_bytes: u64,
-    /// The operations of a graph that is being recorded.
-    pub recording: Option<Vec<StreamOp>>,
+    /// The graph that is being recorded.
+    pub recording: Option<Recording>,
     /// The stream's thread, from its first long operation on.
     thread: Option<Sender<StreamTask>>,
     /// Tasks handed to it and not done.
@@ -139,7 +140,7 @@ impl CpuStream {
     /// Records an operation, does it, or has it done.
     pub(super) fn put(&mut self, own: usize, op: StreamOp, slab: &Arc<Slab>, memory: &Arc<HostMemory>) {
         if let Some(recording) = &mut self.recording {
-            recording.push(op);
+            recording.put(op);
         } else if op.is_short() && self.is_quiet() {
             op.run(memory);
         } else {

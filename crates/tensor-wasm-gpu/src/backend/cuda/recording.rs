@@ -9,6 +9,7 @@ use cudarc::driver::sys as cu;
 
 use super::driver::check;
 use super::queues;
+use crate::backend::no_such_step;
 use crate::error::DeviceError;
 
 pub(super) struct Recording {
@@ -39,11 +40,7 @@ impl Recording {
         self.is_branched = true;
         let mut nodes: Vec<cu::CUgraphNode> = Vec::new();
         for step in after {
-            let ended = self.steps.get(*step).ok_or_else(|| {
-                let why = format!("a step of a graph after step {step}, of {}", self.steps.len());
-                DeviceError::BadLaunch { why }
-            })?;
-            nodes.extend(ended);
+            nodes.extend(self.steps.get(*step).ok_or_else(|| no_such_step(*step, self.steps.len()))?);
         }
         nodes.sort_unstable();
         nodes.dedup();

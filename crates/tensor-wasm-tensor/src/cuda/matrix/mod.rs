@@ -2,11 +2,12 @@
 //! in registers; the operands' tiles come to shared memory by asynchronous copies (`operand.rs`) ahead of what is
 //! multiplied. Every device that has what it takes multiplies by warps (`warps.rs`), a Hopper by warpgroups, whose
 //! tensor cores read shared memory themselves (`warpgroups.rs`). Single precision has no tensor cores unless somebody
-//! asks for tf32 (`single.rs`). What follows the product is computed on its elements before they are stored
-//! (`store.rs`).
+//! asks for tf32 (`single.rs`), nor have products that are too small for tiles of that size (`small.rs`). What follows
+//! the product is computed on its elements before they are stored (`store.rs`).
 
 mod operand;
 mod single;
+mod small;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -17,7 +18,7 @@ use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuil
 use tensor_wasm_jit::{MatrixElement, Target};
 
 pub(super) use self::operand::{Operand, clamped, pack};
-use super::index::{Indices, scaled, small, times};
+use super::index::{self, Indices, scaled, times};
 use super::map::{Epilogue, LoweredStep};
 use super::numbers::Built;
 use super::tile::Side;
@@ -64,14 +65,23 @@ pub(super) fn lower(
     let (m, n) = sizes(kernel);
     let k = left.layout.shape[kernel.shape.rank() - 1];
     let work = [m, n, k].into_iter().try_fold(batches(kernel), usize::checked_mul).unwrap_or(usize::MAX);
-    if work < WORK_MIN {
+    let is_small = units == Units::Single && small::pays(kernel);
+    if work < WORK_MIN && !is_small {
         return Err("it is too small for large tiles");
     }
     let after = match &kernel.epilogue {
         Some(after) => with_product(kernel, after, is_product_needed),
         None => with_product(kernel, &nothing_after(kernel), true),
     };
+    if is_small {
+        return Ok(small::lower(kernel, &after, target));
+    }
     Ok(build(units, kernel, &[left, right], &after, target))
+}
+
+/// Whether a product is so small that a kernel of our own is quicker than a library's, and computes what follows.
+pub(super) fn is_small(kernel: &SpecialKernel) -> bool {
+    matches!(kernel.op, Op::Matmul) && small::pays(kernel)
 }
 
 /// Rows and columns of the result.
@@ -194,21 +204,21 @@ impl Product<'_> {
         let b = self.epilogue.builder();
         let mut indices = Indices::default();
         let group = b.id(IdKind::Group, Axis::X)?;
-        let (batch, tile) = indices.divide(b, group, small(padded * column_tiles))?;
-        let (block, within) = indices.divide(b, tile, small(grouped * column_tiles))?;
-        let (column, row) = indices.divide(b, within, small(grouped))?;
+        let (batch, tile) = indices.divide(b, group, index::small(padded * column_tiles))?;
+        let (block, within) = indices.divide(b, tile, index::small(grouped * column_tiles))?;
+        let (column, row) = indices.divide(b, within, index::small(grouped))?;
         let first = times(b, block, grouped.cast_signed())?;
         let row = b.binary(B::I32Add, row, first)?;
         if padded != row_tiles {
             // Tiles that are only there to make the last rows as many as the others.
-            let end = b.i32(small(row_tiles).cast_signed())?;
+            let end = b.i32(index::small(row_tiles).cast_signed())?;
             let is_beyond = b.binary(B::I32GeU, row, end)?;
             b.begin_if(is_beyond, &[])?;
             b.finish_item()?;
             b.end()?;
         }
         let (row, column) = (scaled(b, row, rows)?, scaled(b, column, columns)?);
-        Ok((TilePosition { batch, row, column }, small(batches(self.kernel) * padded * column_tiles)))
+        Ok((TilePosition { batch, row, column }, index::small(batches(self.kernel) * padded * column_tiles)))
     }
 
     /// The windows of both operands.

@@ -7,7 +7,7 @@ use tensor_wasm_jit::emulate::{DeviceMemory, Emulator};
 use tensor_wasm_jit::{KernelImage, MatrixElement, Target};
 
 use super::super::map::{Argument, LoweredStep, Program};
-use super::{Units, build, nothing_after, with_product};
+use super::{Units, build, nothing_after, small, with_product};
 use crate::cuda::attention;
 use crate::dtype::DType;
 use crate::graph::op::Op;
@@ -126,20 +126,36 @@ fn product(
         Units::TensorCores(MatrixElement::BF16) => DType::BF16,
         Units::TensorCores(MatrixElement::Tf32) | Units::Single => DType::F32,
     };
-    let inputs = vec![operand(0, (m, k), dtype, is_turned[0]), operand(1, (k, n), dtype, is_turned[1])];
-    let shape = Shape::new(&[m, n]).unwrap();
-    let kernel = SpecialKernel { op: Op::Matmul, inputs, shape, dtype, slot: 0, node: 0, epilogue: None };
+    let kernel = of_matrices((m, n, k), dtype, is_turned);
     let after = with_product(&kernel, &nothing_after(&kernel), true);
     let step = build(units, &kernel, &[&kernel.inputs[0], &kernel.inputs[1]], &after, target).unwrap();
     (step, dtype)
 }
 
+fn of_matrices((m, n, k): (usize, usize, usize), dtype: DType, is_turned: [bool; 2]) -> SpecialKernel {
+    let inputs = vec![operand(0, (m, k), dtype, is_turned[0]), operand(1, (k, n), dtype, is_turned[1])];
+    let shape = Shape::new(&[m, n]).unwrap();
+    SpecialKernel { op: Op::Matmul, inputs, shape, dtype, slot: 0, node: 0, epilogue: None }
+}
+
+/// The same in tiles for small ones.
+fn small_product(sizes: (usize, usize, usize), is_turned: [bool; 2]) -> LoweredStep {
+    let kernel = of_matrices(sizes, DType::F32, is_turned);
+    let after = with_product(&kernel, &nothing_after(&kernel), true);
+    small::lower(&kernel, &after, Target::Turing).unwrap()
+}
+
 fn check(units: Units, sizes: (usize, usize, usize), is_turned: [bool; 2], target: Target) {
     let (step, dtype) = product(units, sizes, is_turned, target);
+    check_step(&step, dtype, sizes, is_turned, &format!("{units:?} {target:?}"));
+}
+
+/// Compares what a step makes with sums of numbers.
+fn check_step(step: &LoweredStep, dtype: DType, sizes: (usize, usize, usize), is_turned: [bool; 2], what: &str) {
     let (m, n, k) = sizes;
     let leaf = |seed: usize, count: usize| (0..count).flat_map(|at| bytes_of(dtype, number(seed, at))).collect();
     let size = dtype.size();
-    let made = run(&step, &[leaf(1, m * k), leaf(5, k * n)], m * n * size);
+    let made = run(step, &[leaf(1, m * k), leaf(5, k * n)], m * n * size);
     let at = |is_turned: bool, rows: usize, columns: usize, row: usize, column: usize| {
         if is_turned { column * rows + row } else { row * columns + column }
     };
@@ -155,10 +171,7 @@ fn check(units: Units, sizes: (usize, usize, usize), is_turned: [bool; 2], targe
             let from = (row * n + column) * size;
             let found = number_of(dtype, &made[from..from + size]);
             let near = if size == 2 { 8e-3 * sum.abs() + 1e-2 } else { 1e-4 };
-            assert!(
-                (found - sum).abs() <= near,
-                "{units:?} {sizes:?} {is_turned:?} {target:?} at {row} {column}: {found} {sum}"
-            );
+            assert!((found - sum).abs() <= near, "{what} {sizes:?} {is_turned:?} at {row} {column}: {found} {sum}");
         }
     }
 }
@@ -188,6 +201,29 @@ fn products_in_single_precision_are_those_of_numbers() {
     check(Units::Single, (128, 128, 48), [false, false], Target::Turing);
     check(Units::Single, (33, 45, 7), [false, false], Target::Turing);
     check(Units::Single, (33, 45, 7), [true, true], Target::Turing);
+}
+
+/// Tiles of few rows and of many, with every remainder of rows, columns and depth.
+#[test]
+fn small_products_are_those_of_numbers() {
+    let sizes = [
+        (1, 1, 1),
+        (1, 40, 300),
+        (3, 33, 7),
+        (5, 31, 4),
+        (4, 32, 256),
+        (64, 10, 128),
+        (10, 20, 640),
+        (63, 65, 66),
+        (16, 4300, 8),
+        (19, 4321, 5),
+    ];
+    for sizes in sizes {
+        for is_turned in LIES {
+            let step = small_product(sizes, is_turned);
+            check_step(&step, DType::F32, sizes, is_turned, "small");
+        }
+    }
 }
 
 /// Every element of two by two tiles, each but the first cut, with more tiles of the depth than are under way.
@@ -237,6 +273,14 @@ fn kernels_on_tensor_cores_are_assembled_without_spills() {
     for (n, is_turned) in LIES.into_iter().enumerate() {
         let (step, _) = product(Units::Single, large, is_turned, Target::Hopper);
         assemble(&image(&step.kernels[0].program), &format!("product_single_{n}"), false);
+    }
+    for (n, is_turned) in LIES.into_iter().enumerate() {
+        for sizes in [(256, 256, 256), (64, 128, 784), (784, 128, 64), (1, 512, 2048), (63, 1001, 65)] {
+            let (m, columns, k) = sizes;
+            let step = small_product(sizes, is_turned);
+            assert_eq!(step.kernels.len(), 1, "no operand is copied");
+            assemble(&image(&step.kernels[0].program), &format!("product_small_{m}_{columns}_{k}_{n}"), false);
+        }
     }
     for width in [16, 64, 80, 128, 256] {
         for is_causal in [false, true] {
