@@ -279,7 +279,8 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
-    use crate::{DType, Tensor};
+    use crate::device::OwnDevice;
+    use crate::{DType, Device, Tensor};
 
     fn limits(bytes_max: usize) -> AccountLimits {
         AccountLimits { bytes_max, ..AccountLimits::default() }
@@ -287,6 +288,7 @@ mod tests {
 
     #[test]
     fn memory_is_charged_until_it_is_gone_on_whatever_thread() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
         let tenant = Account::new(limits(1 << 20));
         let own = tenant.part(limits(usize::MAX));
         let x = charged_to(&own, || Tensor::from_slice(&vec![1_f32; 10_000], &[100, 100]));
@@ -316,6 +318,7 @@ mod tests {
 
     #[test]
     fn what_a_plan_needs_is_refused_before_it_runs() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
         let account = Account::new(limits(100_000));
         charged_to(&account, || {
             let small = Tensor::ones(&[100, 100], DType::F32);
@@ -385,6 +388,7 @@ mod tests {
 
     #[test]
     fn a_plan_ends_between_kernels_and_leaves_nothing() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
         let account = Account::new(AccountLimits::default());
         let supervisor = Arc::new(Stopping {
             admitted: AtomicUsize::new(0),

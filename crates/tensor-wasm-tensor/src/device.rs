@@ -58,6 +58,9 @@ impl Device {
         match name {
             "cpu" => return Ok(Device::Cpu),
             "auto" => return Ok(Device::Auto),
+            // What a GPU would run, run by the compiler's emulator: so that the tests of everything can be tried on it.
+            #[cfg(all(test, feature = "cuda"))]
+            "emulated" => return Ok(crate::cuda::tests::DEVICE.clone()),
             _ => {}
         }
         let number = if name == "cuda" { Some("0") } else { name.strip_prefix("cuda:") };
@@ -88,14 +91,23 @@ pub fn set_device(device: Device) {
 
 /// Has this thread compute on a device while a function runs.
 pub fn with_device<R>(device: &Device, run: impl FnOnce() -> R) -> R {
-    struct Before(Option<Device>);
-    impl Drop for Before {
-        fn drop(&mut self) {
-            OWN.replace(self.0.take());
-        }
-    }
-    let _before = Before(OWN.replace(Some(device.clone())));
+    let _own = OwnDevice::set(device);
     run()
+}
+
+/// What a thread computes on for as long as this lives.
+pub(crate) struct OwnDevice(Option<Device>);
+
+impl OwnDevice {
+    pub(crate) fn set(device: &Device) -> OwnDevice {
+        OwnDevice(OWN.replace(Some(device.clone())))
+    }
+}
+
+impl Drop for OwnDevice {
+    fn drop(&mut self) {
+        OWN.replace(self.0.take());
+    }
 }
 
 /// The GPU to compute something on that is made from these; none for a CPU.

@@ -65,13 +65,7 @@ pub(crate) fn execute(
     match try_execute(device, plan, kernels, leaves, parameters) {
         Err((_, ErrorKind::DeviceMemory { .. })) => {
             crate::schedule::give_back();
-            try_execute(device, plan, kernels, leaves, parameters).map_err(|(node, what)| match what {
-                // All that it needs, not only the part that did not fit.
-                ErrorKind::DeviceMemory { used, limit, .. } => {
-                    (node, ErrorKind::DeviceMemory { bytes: kernels.bytes(plan), used, limit })
-                }
-                other => (node, other),
-            })
+            try_execute(device, plan, kernels, leaves, parameters)
         }
         done => done,
     }
@@ -104,14 +98,6 @@ impl CudaKernels {
         let kept = self.0.try_lock().and_then(|mut state| state.take());
         drop(kept);
     }
-
-    /// What a plan needs besides what it is given: its block, as far as that is known, and its outputs.
-    fn bytes(&self, plan: &Plan) -> usize {
-        let block = self.0.lock().as_ref().map_or(0, |state| state.lowered.block_bytes);
-        let slots = plan.slots.iter().filter(|slot| block == 0 || slot.last_step.is_none());
-        let outputs: usize = slots.map(|slot| slot.shape.numel() * slot.dtype.size()).sum();
-        outputs + usize::try_from(block).unwrap_or(usize::MAX)
-    }
 }
 
 /// Numbers that come with a run, as a kernel reads them: eight bytes each.
@@ -135,14 +121,53 @@ fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
     parameters.iter().zip(types).flat_map(word).collect()
 }
 
+/// What a plan needs besides what it is given.
+#[derive(Clone, Copy)]
+struct MemoryNeed {
+    block_bytes: usize,
+    output_bytes: usize,
+}
+
+impl MemoryNeed {
+    fn of(lowered: &CudaPlan) -> MemoryNeed {
+        let new = lowered.outputs.iter().filter(|output| output.over.is_none());
+        let output_bytes = new.map(|output| output.bytes).fold(0, usize::saturating_add);
+        MemoryNeed { block_bytes: usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX), output_bytes }
+    }
+
+    /// Refuses what does not fit before any of it is taken.
+    fn check(self, device: &CudaDevice, has_block: bool) -> Result<(), ErrorKind> {
+        let missing = if has_block { 0 } else { self.block_bytes }.saturating_add(self.output_bytes);
+        if missing as u64 > device.0.memory_bytes_max.saturating_sub(device.used_bytes()) {
+            return Err(self.refused(device));
+        }
+        Ok(())
+    }
+
+    /// All that the plan needs, not only the part that did not fit.
+    fn refused(self, device: &CudaDevice) -> ErrorKind {
+        let bytes = self.block_bytes.saturating_add(self.output_bytes);
+        ErrorKind::DeviceMemory { bytes, used: device.used_bytes(), limit: device.0.memory_bytes_max }
+    }
+
+    fn take(self, device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
+        CudaBuffer::new(device, bytes).map_err(|what| match what {
+            ErrorKind::DeviceMemory { .. } => self.refused(device),
+            other => other,
+        })
+    }
+}
+
 impl PlanState {
     fn new(device: &CudaDevice, plan: &Plan, parameters: &[Parameter]) -> Result<PlanState, (usize, ErrorKind)> {
         let last = plan.steps.last().map_or(0, Step::node);
         let at_end = |what: ErrorKind| (last, what);
         let is_tf32 = super::is_tf32();
         let lowered = CudaPlan::new(device, plan)?;
-        let bytes = usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX);
-        let block = if bytes > 0 { Some(CudaBuffer::new(device, bytes).map_err(at_end)?) } else { None };
+        let need = MemoryNeed::of(&lowered);
+        need.check(device, false).map_err(at_end)?;
+        let has_block = need.block_bytes > 0;
+        let block = if has_block { Some(need.take(device, need.block_bytes).map_err(at_end)?) } else { None };
         let words = CudaBuffer::new(device, FLAGS_BYTES + 8 * parameters.len().max(1)).map_err(at_end)?;
         let device = device.clone();
         Ok(PlanState { device, lowered, block, words, written: Vec::new(), graphs: Vec::new(), runs: 0, is_tf32 })
@@ -167,13 +192,14 @@ impl PlanState {
             }
             inputs.push(buffer);
         }
-        self.check_room().map_err(at_end)?;
+        let need = MemoryNeed::of(&self.lowered);
+        need.check(&device, true).map_err(at_end)?;
         let mut outputs: Vec<CudaBuffer> = Vec::with_capacity(self.lowered.outputs.len());
         for output in &self.lowered.outputs {
             // All memory is there before anything is overwritten: what fails fails before.
             let made = match output.over.and_then(|leaf| inputs.get(leaf)) {
                 Some(leaf) if leaf.bytes == output.bytes => leaf.taken_over(),
-                _ => CudaBuffer::new(&device, output.bytes).map_err(at_end)?,
+                _ => need.take(&device, output.bytes).map_err(at_end)?,
             };
             outputs.push(made);
         }
@@ -204,17 +230,6 @@ impl PlanState {
             Ok(Value { storage, layout: view.layout })
         };
         plan.outputs.iter().map(value).collect::<Result<_, _>>().map_err(at_end)
-    }
-
-    /// Refuses what does not fit before any of it is taken.
-    fn check_room(&self) -> Result<(), ErrorKind> {
-        let new = self.lowered.outputs.iter().filter(|output| output.over.is_none());
-        let bytes: usize = new.map(|output| output.bytes).fold(0, usize::saturating_add);
-        let (used, limit) = (self.device.used_bytes(), self.device.0.memory_bytes_max);
-        if bytes as u64 > limit.saturating_sub(used) {
-            return Err(ErrorKind::DeviceMemory { bytes, used, limit });
-        }
-        Ok(())
     }
 
     /// Sends the launches, as a graph if they were sent before.

@@ -447,6 +447,14 @@ fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
         "{error}"
     );
     assert!(cuda.used_bytes() <= before, "{} and {before} before", cuda.used_bytes());
+    // What is between the kernels counts, before any of it is taken.
+    let both = with_device(&device, || {
+        let turned = (Tensor::arange(0.0, f64::from(1 << 17), 1.0, DType::F32).reshape(&[512, 256]) + 1.0).exp();
+        (turned.t().reshape(&[512, 256]) + &turned).realize()
+    });
+    let error = both.unwrap_err().to_string();
+    assert!(error.contains("1048576 bytes of the device's memory are needed"), "{error}");
+    assert!(cuda.used_bytes() <= before, "{} and {before} before", cuda.used_bytes());
     assert_eq!(small(2.0).unwrap(), 12288.0);
 }
 

@@ -341,7 +341,8 @@ impl fmt::Display for Explanation {
 
 #[cfg(test)]
 mod tests {
-    use crate::{DType, Mode, Tensor};
+    use crate::device::OwnDevice;
+    use crate::{DType, Device, Mode, Tensor};
 
     fn kinds(tensor: &Tensor) -> Vec<&'static str> {
         tensor.explain().unwrap().kernels.iter().map(|kernel| kernel.kind).collect()
@@ -382,6 +383,7 @@ mod tests {
 
     #[test]
     fn a_plan_is_explained_with_what_was_not_fused() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
         let x = Tensor::normal(&[64, 64], 1, DType::F32);
         x.realize().unwrap();
         assert_eq!(kinds(&(&x * 2.0 + 1.0).softmax(1)), ["map"]);

@@ -370,6 +370,7 @@ mod tests {
     use rand::{Rng, SeedableRng};
 
     use super::*;
+    use crate::device::{Device, OwnDevice};
     use crate::dtype::DType;
 
     fn variable(count: usize, seed: u64) -> Variable {
@@ -390,6 +391,7 @@ mod tests {
 
     #[test]
     fn a_step_takes_the_place_of_what_nobody_holds() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
         let (variable, gradient) = (variable(5000, 1), Tensor::uniform(&[5000], 2, DType::F32));
         gradient.realize().unwrap();
         let mut adam = Adam::new(std::slice::from_ref(&variable), 0.1);
@@ -418,6 +420,7 @@ mod tests {
 
     #[test]
     fn a_step_that_finds_no_memory_was_none() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
         // The second one is a number for all of its elements, until it is stepped.
         let many = crate::memory_limit() / 4 * 2;
         let variables = [variable(5000, 1), Variable::new(&Tensor::ones(&[many], DType::F32))];
