@@ -65,7 +65,11 @@ pub(crate) fn execute(
     match try_execute(device, plan, kernels, leaves, parameters) {
         Err((_, ErrorKind::DeviceMemory { .. })) => {
             crate::schedule::give_back();
-            try_execute(device, plan, kernels, leaves, parameters)
+            let again = try_execute(device, plan, kernels, leaves, parameters);
+            if let Err((_, ErrorKind::DeviceMemory { .. })) = again {
+                kernels.give_back();
+            }
+            again
         }
         done => done,
     }
