@@ -80,15 +80,21 @@ thread_local! {
 
 /// Charges whatever this thread makes to an account while a function runs.
 pub fn charged_to<R>(account: &Arc<Account>, run: impl FnOnce() -> R) -> R {
-    scoped(Scope { account: account.clone(), supervisor: None }, run)
+    scoped(Some(Scope { account: account.clone(), supervisor: None }), run)
 }
 
 /// The same for a function that computes, under a supervisor.
 pub fn supervised<R>(account: &Arc<Account>, supervisor: Arc<dyn Supervisor>, run: impl FnOnce() -> R) -> R {
-    scoped(Scope { account: account.clone(), supervisor: Some(supervisor) }, run)
+    scoped(Some(Scope { account: account.clone(), supervisor: Some(supervisor) }), run)
 }
 
-fn scoped<R>(scope: Scope, run: impl FnOnce() -> R) -> R {
+/// Charges nobody while a function runs: what it makes is the process's.
+#[cfg_attr(not(any(feature = "cuda", test)), expect(dead_code, reason = "only devices are everybody's"))]
+pub(crate) fn uncharged<R>(run: impl FnOnce() -> R) -> R {
+    scoped(None, run)
+}
+
+fn scoped<R>(scope: Option<Scope>, run: impl FnOnce() -> R) -> R {
     struct Before(Option<Scope>);
     impl Drop for Before {
         fn drop(&mut self) {
@@ -96,7 +102,7 @@ fn scoped<R>(scope: Scope, run: impl FnOnce() -> R) -> R {
             drop(ended);
         }
     }
-    let _before = Before(SCOPE.replace(Some(scope)));
+    let _before = Before(SCOPE.replace(scope));
     run()
 }
 
@@ -308,6 +314,8 @@ mod tests {
         assert_eq!((own.used_bytes(), tenant.used_bytes()), (0, 0), "{before}");
         assert_eq!(own.used_nodes(), 0);
         assert_eq!(z.item_at_start(), 101.0);
+        let mine = charged_to(&own, || uncharged(|| Tensor::from_slice(&[1_f32; 100], &[100])));
+        assert_eq!((own.used_bytes(), own.used_nodes(), mine.numel()), (0, 0, 100));
     }
 
     impl Tensor {

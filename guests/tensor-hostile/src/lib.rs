@@ -138,6 +138,30 @@ impl Guest for Hostile {
         all
     }
 
+    fn long_lists() -> Vec<String> {
+        let x = ones(2);
+        let many = vec![&x; 5000];
+        let numbers = vec![1_i64; 5000];
+        let named_by: Vec<(&str, &Tensor)> = many[..300].iter().map(|tensor| ("x", *tensor)).collect();
+        let long = "n".repeat(1000);
+        let mut all: Vec<String> = [
+            apply("concat", &[(&many[..]).into()]),
+            x.apply("reshape", &[numbers[..].into()]),
+            x.apply("add", &vec![(&x).into(); 300]),
+            x.apply("softmax", &[named(&long, 1)]),
+            apply(&long, &[]),
+            x.reshape(&[1; 5000]),
+            evaluate("x", &named_by),
+            evaluate("x", &[(&long, &x)]),
+        ]
+        .iter()
+        .map(|tensor| text(tensor.check()))
+        .collect();
+        all.push(text(gradient(&x.sum(), &many)));
+        all.push(text(compute(&many)));
+        all
+    }
+
     fn hoard_bytes(bytes_each: u64) -> String {
         let mut all = Vec::new();
         loop {

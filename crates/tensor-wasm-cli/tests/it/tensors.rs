@@ -97,6 +97,11 @@ fn what_a_function_computes_is_what_the_library_computes() {
         // Sent in pieces, computed as one, turned over, read in pieces.
         assert_eq!(call(&server, "tensors", "large", &json!([3000, 2111])), 0);
         // What a call had goes back with it.
+        for answer in call(&server, "hostile", "long-lists", &json!([])).as_array().unwrap() {
+            println!("{device}: {answer}");
+            let answer = answer.as_str().unwrap();
+            assert!(answer.contains("at most") && answer.len() < 1_000, "{answer} on {device}");
+        }
         let used = "tensor_wasm_tensor_memory_bytes_per_tenant{tenant_id=\"default\"}";
         wait_until("memory to be given back", || server.metric(used) == 0.0);
         assert!(server.metric("tensor_wasm_tensor_plans_total") > 10.0);

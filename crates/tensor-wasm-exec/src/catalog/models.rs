@@ -206,29 +206,41 @@ impl Catalog {
 
     /// Marks every model of a file as unusable; they are still listed, with the reason. Returns whether it was needed.
     pub(crate) async fn quarantine_model(self: &Arc<Self>, hash: &ModelHash, why: &str) -> bool {
-        {
-            // Whoever adds the same bytes has written them anew since they were found damaged, or will.
-            let _installing = self.model_locks[lock_of(hash.as_str())].lock().await;
-            let (catalog, wanted) = (self.clone(), hash.clone());
-            let checked = tokio::task::spawn_blocking(move || catalog.check_model(&wanted)).await;
-            match checked {
-                Ok(Err(SourceError::Damaged(_))) => self.files.quarantine(&self.files.model(hash), why),
-                _ => return false,
-            }
-        }
-        for model in self.models_of_all().into_iter().filter(|model| model.hash == *hash) {
+        let Some(damaged) = self.set_model_aside(hash, why).await else { return false };
+        self.mark_models(&damaged, why).await;
+        true
+    }
+
+    /// Takes a damaged file away, and says whose models it was. Those that are added from now on write it anew.
+    pub(crate) async fn set_model_aside(
+        self: &Arc<Self>,
+        hash: &ModelHash,
+        why: &str,
+    ) -> Option<Vec<Arc<ModelRecord>>> {
+        // Whoever adds the same bytes has written them anew since they were found damaged, or will.
+        let _installing = self.model_locks[lock_of(hash.as_str())].lock().await;
+        let (catalog, wanted) = (self.clone(), hash.clone());
+        let checked = tokio::task::spawn_blocking(move || catalog.check_model(&wanted)).await;
+        let Ok(Err(SourceError::Damaged(_))) = checked else { return None };
+        let damaged = self.models_of_all().into_iter().filter(|model| model.hash == *hash).collect();
+        self.files.quarantine(&self.files.model(hash), why);
+        Some(damaged)
+    }
+
+    /// Marks those of some models that are still what they were.
+    pub(crate) async fn mark_models(&self, damaged: &[Arc<ModelRecord>], why: &str) {
+        for model in damaged {
             let _counted = self.tenant_locks[lock_of(&model.tenant)].lock().await;
             let Ok(now) = self.model(&model.tenant, &model.name) else { continue };
-            if now.hash != *hash || now.quarantined.is_some() {
+            if now.id != model.id || now.quarantined.is_some() {
                 continue;
             }
-            tracing::error!(tenant = now.tenant, model = now.name, hash = hash.as_str(), why, "quarantined");
+            tracing::error!(tenant = now.tenant, model = now.name, hash = now.hash.as_str(), why, "quarantined");
             let marked = Arc::new(ModelRecord { quarantined: Some(why.to_owned()), ..(*now).clone() });
             if let Err(error) = self.change_model(Some(&now), Some(marked)).await {
                 tracing::error!(%error, model = now.name, "could not note the quarantine");
             }
         }
-        true
     }
 
     /// Checks a model's file against its hash, reading it piece by piece.

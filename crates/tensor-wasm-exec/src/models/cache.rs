@@ -31,6 +31,9 @@ const TENSOR_BYTES: u64 = 512;
 /// Bytes read from a file at once.
 const READ_BYTES: usize = 1 << 20;
 
+/// How often a model may be replaced while somebody opens it, before they are told that it is damaged.
+const REPLACED_MAX: usize = 4;
+
 pub(super) const CHANGED: &str = "its file is damaged, or was changed after it was added; add it again";
 
 type Tensors = Arc<BTreeMap<String, Tensor>>;
@@ -95,17 +98,21 @@ impl Drop for ModelUse {
 impl Models for ModelCache {
     fn open(&self, tenant: &str, name: &str) -> Result<Arc<LoadedModel>, ModelError> {
         let no_such = |_| ModelError::NoSuchModel { name: name.chars().take(128).collect() };
-        let model = self.catalog.model(tenant, name).map_err(no_such)?;
-        if let Some(why) = &model.quarantined {
-            return Err(ModelError::Damaged { name: model.name.clone(), why: why.clone() });
+        let mut tries_left = REPLACED_MAX;
+        loop {
+            let model = self.catalog.model(tenant, name).map_err(no_such)?;
+            let opened = self.open_record(&model);
+            let is_current = self.is_current(&model);
+            match opened {
+                // Removed or replaced meanwhile, and its file with it: nothing is damaged.
+                Err(_) if !is_current && tries_left > 0 => tries_left -= 1,
+                Ok(_) if !is_current => {
+                    self.forget(tenant, &model.hash);
+                    return opened;
+                }
+                opened => return opened,
+            }
         }
-        let (slot, held) = self.hold(&model)?;
-        let mut slot = slot.lock();
-        let tensors = match &*slot {
-            Some(tensors) => tensors.clone(),
-            None => slot.insert(Arc::new(self.read(&model)?)).clone(),
-        };
-        Ok(Arc::new(LoadedModel { name: model.name.clone(), tensors, _use: Some(held) }))
     }
 }
 
@@ -118,6 +125,24 @@ impl ModelCache {
     ) -> Arc<ModelCache> {
         let held = Mutex::default();
         Arc::new_cyclic(|me| ModelCache { catalog, config, metrics, background, held, me: me.clone() })
+    }
+
+    /// Whether the model has its name still.
+    fn is_current(&self, model: &ModelRecord) -> bool {
+        self.catalog.model(&model.tenant, &model.name).is_ok_and(|now| now.id == model.id)
+    }
+
+    fn open_record(&self, model: &Arc<ModelRecord>) -> Result<Arc<LoadedModel>, ModelError> {
+        if let Some(why) = &model.quarantined {
+            return Err(ModelError::Damaged { name: model.name.clone(), why: why.clone() });
+        }
+        let (slot, held) = self.hold(model)?;
+        let mut slot = slot.lock();
+        let tensors = match &*slot {
+            Some(tensors) => tensors.clone(),
+            None => slot.insert(Arc::new(self.read(model)?)).clone(),
+        };
+        Ok(Arc::new(LoadedModel { name: model.name.clone(), tensors, _use: Some(held) }))
     }
 
     /// Lets go of a file that is no model of a tenant any more, once nobody uses it.
@@ -210,7 +235,10 @@ impl ModelCache {
             let (catalog, metrics, model, why) =
                 (self.catalog.clone(), self.metrics.clone(), model.clone(), format!("{}: {why}", path.display()));
             let name = model.name.clone();
-            self.background.spawn(async move { store::quarantine(&catalog, &metrics, &model, &why).await });
+            // The file of a model that was removed is missing because nobody wants it any more.
+            if self.is_current(&model) {
+                self.background.spawn(async move { store::quarantine(&catalog, &metrics, &model, &why).await });
+            }
             ModelError::Damaged { name, why: CHANGED.to_owned() }
         };
         let unreadable = |error: std::io::Error| match error.kind() {
@@ -436,6 +464,58 @@ mod tests {
         assert!(refused.contains("all models") && refused.contains("[server] models_loaded_bytes_max"), "{refused}");
         drop(own);
         assert_eq!(first(&fixture.cache.open("t", "a").unwrap()), 2.0);
+    }
+
+    #[test]
+    fn what_is_removed_or_replaced_while_it_is_opened_is_not_damaged() {
+        let fixture = Fixture::new(|_| {});
+        let old = fixture.add("t", "m", 1.0);
+        fixture.add("t", "m", 2.0);
+        // As whoever had looked it up before sees it: the file went with its last model.
+        assert!(matches!(fixture.cache.open_record(&old), Err(ModelError::Damaged { .. })));
+        assert_eq!(first(&fixture.cache.open("t", "m").unwrap()), 2.0);
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let opening = scope.spawn(|| {
+                let mut opened = 0;
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) || opened == 0 {
+                    match fixture.cache.open("t", "m") {
+                        Ok(model) => {
+                            opened += 1;
+                            assert!(first(&model) >= 2.0);
+                        }
+                        Err(refused) => assert!(matches!(refused, ModelError::NoSuchModel { .. }), "{refused}"),
+                    }
+                }
+            });
+            for n in 0..60_u8 {
+                if n % 3 == 0 {
+                    fixture.remove("t", "m");
+                }
+                fixture.add("t", "m", f32::from(n) + 2.0);
+            }
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            opening.join().unwrap();
+        });
+        assert_eq!(fixture.metrics.quarantined.get(), 0);
+        assert!(fixture.catalog.model("t", "m").unwrap().quarantined.is_none());
+        fixture.remove("t", "m");
+        assert_eq!(fixture.loaded(), (0, 0), "nothing is kept of files that are no models any more");
+    }
+
+    #[test]
+    fn a_model_that_is_added_again_while_its_file_is_set_aside_is_whole() {
+        let fixture = Fixture::new(|_| {});
+        let old = fixture.add("t", "m", 3.0);
+        let other = fixture.add("u", "m", 3.0);
+        std::fs::write(fixture.catalog.files.model(&old.hash), b"damaged").unwrap();
+        let damaged = fixture.threads.block_on(fixture.catalog.set_model_aside(&old.hash, CHANGED)).unwrap();
+        fixture.add("t", "m", 3.0);
+        fixture.threads.block_on(fixture.catalog.mark_models(&damaged, CHANGED));
+        assert_eq!(first(&fixture.cache.open("t", "m").unwrap()), 3.0);
+        // The other was never added again, but its file is the same, and is there.
+        let marked = fixture.catalog.model("u", "m").unwrap();
+        assert!(marked.quarantined.is_some() && marked.id == other.id);
     }
 
     #[test]

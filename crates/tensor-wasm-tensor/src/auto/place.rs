@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::cost::Work;
 use super::history::{Choice, Estimates};
 use super::{Machine, Processor, measure};
+use crate::account;
 use crate::cuda::CudaDevice;
 use crate::error::ErrorKind;
 use crate::graph::Value;
@@ -47,7 +48,8 @@ pub(crate) fn auto(next: Duration) -> Auto {
     if let Auto::Closed { spent } = &*auto
         && spent.saturating_add(next) >= OPENING
     {
-        *auto = open();
+        // The machine is measured for everybody, whoever happens to be first.
+        *auto = account::uncharged(open);
     }
     auto.clone()
 }

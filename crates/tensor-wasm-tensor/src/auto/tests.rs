@@ -197,5 +197,17 @@ fn plans_run_where_their_explanation_says() {
     assert!(is_on_gpu(&made));
     let expected = (&x * 5.0).tanh().to_vec::<f32>().unwrap();
     assert_eq!(made.to_vec::<f32>().unwrap()[0], expected[0]);
+    // A GPU without room for it is no reason to fail where the CPU has what it is made of.
+    let small = crate::cuda::tests::within(20_000);
+    set(Auto::Open { device: small.clone(), machine: Machine { cpu: slow, ..own }.into() });
+    let fits = with_device(&Device::Auto, || (&x * 6.0).realize().map(|()| small.used_bytes()));
+    assert!(fits.unwrap() > 0, "it was tried there");
+    let (made, choice) = with_device(&Device::Auto, || {
+        let made = (&x * 7.0).tanh() + x.t();
+        let explanation = made.explain().unwrap();
+        (made.to_vec::<f32>().unwrap(), explanation.choice.unwrap())
+    });
+    assert!(!choice.contains("auto is the cpu"), "{choice}");
+    assert_eq!(made, ((&x * 7.0).tanh() + x.t()).to_vec::<f32>().unwrap());
     set(Auto::None { why: "there is none here".into() });
 }

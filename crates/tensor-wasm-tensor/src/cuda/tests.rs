@@ -139,6 +139,11 @@ static WITH_LIBRARY: LazyLock<Place> = LazyLock::new(|| {
     Place::Cuda(CudaDevice::of(opened, "emulated").unwrap())
 });
 
+/// One of so few bytes.
+pub(crate) fn within(bytes: u64) -> CudaDevice {
+    CudaDevice::within(Device::open(&emulated(false)).unwrap(), "small", bytes).unwrap()
+}
+
 fn emulated(has_library: bool) -> OpenOptions {
     let host = HostKernels(Some(Arc::new(Emulated { has_library })));
     OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() }
@@ -433,8 +438,7 @@ fn a_device_that_was_lost_is_used_again() {
 
 #[test]
 fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
-    let opened = Device::open(&emulated(false)).unwrap();
-    let cuda = CudaDevice::within(opened, "small", 1 << 20).unwrap();
+    let cuda = within(1 << 20);
     let device = Place::Cuda(cuda.clone());
     let small =
         |number: f64| with_device(&device, || (Tensor::ones(&[64, 64], DType::F32) + number).sum(()).item::<f32>());
