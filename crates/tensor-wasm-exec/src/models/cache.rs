@@ -372,7 +372,11 @@ mod tests {
                 upload.write(&file).await.unwrap();
                 self.catalog.add_model(tenant, name, upload.finish().await.unwrap(), 1, &Limits::default()).await
             });
-            added.unwrap().model
+            let added = added.unwrap();
+            if let Some(old) = added.replaced.filter(|old| old.hash != added.model.hash) {
+                self.cache.forget(tenant, &old.hash);
+            }
+            added.model
         }
 
         fn remove(&self, tenant: &str, name: &str) {
