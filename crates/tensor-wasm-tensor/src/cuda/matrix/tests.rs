@@ -239,8 +239,7 @@ fn products_by_warpgroups_are_those_of_numbers() {
     check(Units::TensorCores(MatrixElement::BF16), (127, 33, 65), [false, false], Target::Hopper);
 }
 
-fn attended((queries, keys, width): (usize, usize, usize), is_causal: bool) -> LoweredStep {
-    let dtype = DType::BF16;
+fn attended((queries, keys, width): (usize, usize, usize), dtype: DType, is_causal: bool) -> LoweredStep {
     let inputs = [(0, queries), (1, keys), (2, keys)];
     let inputs = inputs.map(|(leaf, rows)| operand(leaf, (rows, width), dtype, false)).to_vec();
     let shape = Shape::new(&[queries, width]).unwrap();
@@ -282,11 +281,18 @@ fn kernels_on_tensor_cores_are_assembled_without_spills() {
             assemble(&image(&step.kernels[0].program), &format!("product_small_{m}_{columns}_{k}_{n}"), false);
         }
     }
+    // Tiles that are cut in every way.
+    let (step, name) = (attended((4001, 4003, 101), DType::F32, true), "attention_single_odd");
+    assemble(&image(&step.kernels[0].program), name, false);
     for width in [16, 64, 80, 128, 256] {
         for is_causal in [false, true] {
-            let (step, name) = (attended((4096, 4096, width), is_causal), format!("attention_{width}_{is_causal}"));
+            let sizes = (4096, 4096, width);
+            let (step, name) = (attended(sizes, DType::BF16, is_causal), format!("attention_{width}_{is_causal}"));
             // The widest has 192 registers of queries and results alone: about twenty words spill.
             assemble(&image(&step.kernels[0].program), &name, width == 256);
+            let (step, name) =
+                (attended(sizes, DType::F32, is_causal), format!("attention_single_{width}_{is_causal}"));
+            assemble(&image(&step.kernels[0].program), &name, false);
         }
     }
 }
