@@ -258,7 +258,12 @@ pub(crate) fn explain(device: &CudaDevice, plan: &Plan) -> Vec<ExplainedStep> {
         let Some(step) = &halved.steps[n] else { return ExplainedStep { by: None, launches: Vec::new() } };
         let library = by_library(device, &halved, n);
         let by = match step {
-            Step::Special(SpecialKernel { op: Op::Attention { .. }, dtype, .. }) => Some(attention::explained(*dtype)),
+            Step::Special(SpecialKernel { op: Op::Attention { .. }, dtype, .. }) => {
+                Some(attention::explained(*dtype, true))
+            }
+            Step::Special(SpecialKernel {
+                op: Op::AttentionRows { .. } | Op::AttentionGradient { .. }, dtype, ..
+            }) => Some(attention::explained(*dtype, false)),
             Step::Special(kernel) if matches!(kernel.op, Op::Matmul) => {
                 let own = matrix::lower(kernel, is_product_needed(&halved, n), target).map(drop);
                 Some(product_by(kernel, &library, own))

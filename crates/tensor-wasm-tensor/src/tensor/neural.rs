@@ -19,6 +19,11 @@ const POOL_MAX: usize = 8;
 /// which run kernels item by item.
 const SINGLE_SCORES_MIN: usize = if cfg!(test) { 1 << 7 } else { 8 << 20 };
 
+/// Scores from which on attention in half precision with gradients is not composed on a GPU. Kernels of its gradients
+/// multiply in single precision, where composed ones have tensor cores: those are used as long as they can be computed.
+/// Beyond, scores have the 4 GiB in single precision that are too many for a tensor on a GPU. Fewer in tests.
+const HALF_GRADIENT_SCORES_MIN: usize = if cfg!(test) { 1 << 9 } else { 1 << 30 };
+
 /// How a window moves over one axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
@@ -402,11 +407,13 @@ impl Tensor {
         let shape = composed.shape();
         let scores = (shape.numel() / shape[shape.rank() - 1]).saturating_mul(keys.shape()[keys.rank() - 2]);
         let pays = match self.dtype() {
-            DType::F16 | DType::BF16 => !composed.requires_grad(),
-            DType::F32 => !composed.requires_grad() && scores >= SINGLE_SCORES_MIN,
+            DType::F16 | DType::BF16 => !composed.requires_grad() || scores >= HALF_GRADIENT_SCORES_MIN,
+            DType::F32 => scores >= SINGLE_SCORES_MIN,
             _ => false,
         };
-        if !pays {
+        // A query that sees nothing has no gradients that are numbers: those are left as they are composed.
+        let sees_nothing = causal && self.shape()[self.rank() - 2] > keys.shape()[keys.rank() - 2];
+        if !pays || composed.requires_grad() && sees_nothing {
             return composed;
         }
         let op = Op::Attention { is_causal: causal };

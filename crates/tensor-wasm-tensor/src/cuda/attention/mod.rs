@@ -1,7 +1,8 @@
 //! Attention without a score in memory: the scores of a tile of queries are computed for some keys at a time, and their
 //! softmax is corrected as larger ones come up. Halves are multiplied on tensor cores (`cores.rs`), single precision is
-//! not (`single.rs`, of products of tiles that `tiles.rs` has).
+//! not (`single.rs`, of products of tiles that `tiles.rs` has), and there gradients are without one too (`backward.rs`).
 
+pub(super) mod backward;
 mod cores;
 mod single;
 mod tiles;
@@ -28,9 +29,9 @@ pub(super) fn lower(kernel: &SpecialKernel, is_causal: bool) -> Built<LoweredSte
     if half_type(kernel.dtype).is_some() { cores::lower(kernel, is_causal) } else { single::lower(kernel, is_causal) }
 }
 
-/// By what attention is computed, for people.
-pub(super) fn explained(dtype: DType) -> String {
-    let units = if half_type(dtype).is_some() { " on tensor cores" } else { "" };
+/// By what attention is computed going forwards, or its gradients, for people.
+pub(super) fn explained(dtype: DType, is_forward: bool) -> String {
+    let units = if is_forward && half_type(dtype).is_some() { " on tensor cores" } else { "" };
     format!("own kernel{units} in {dtype}, no score in memory")
 }
 
@@ -95,11 +96,16 @@ fn scale_of(width: usize) -> f32 {
     scale
 }
 
-/// What is added to scaled scores so that the largest is zero; and by what is multiplied what was added up while
+/// What is added to scaled scores so that the largest is zero.
+fn lowered(b: &mut KernelBuilder, largest: Value, scale: Value) -> Built<Value> {
+    let scaled = b.binary(B::F32Mul, largest, scale)?;
+    b.unary(UnaryOp::F32Neg, scaled)
+}
+
+/// The same, and by what is multiplied what was added up while
 /// another was the largest.
 fn corrected(b: &mut KernelBuilder, before: Value, largest: Value, scale: Value) -> Built<(Value, Value)> {
-    let scaled = b.binary(B::F32Mul, largest, scale)?;
-    let less = b.unary(UnaryOp::F32Neg, scaled)?;
+    let less = lowered(b, largest, scale)?;
     let less_before = b.fma(before, scale, less)?;
     Ok((less, b.exp2_approximate(less_before)?))
 }

@@ -8,7 +8,7 @@ use super::super::index::{scaled, small};
 use super::super::map::{Argument, LoweredKernel, LoweredStep};
 use super::super::numbers::Built;
 use super::tiles::{EACH, Matrices, SIDE, TileKernel, TileSums, WIDTH_MAX, numbered, of_line};
-use super::{Sight, corrected, scale_of};
+use super::{Sight, corrected, lowered, scale_of};
 use crate::schedule::plan::{BufferView, Source, SpecialKernel};
 
 /// Whether there is a kernel for queries, keys and values of such widths.
@@ -68,6 +68,16 @@ impl SeenScores {
             corrections.push(correction);
         }
         Ok(corrections)
+    }
+
+    /// What is added to each row's scaled scores so that the largest is zero.
+    pub(super) fn less(&self, b: &mut KernelBuilder, width: usize) -> Built<Vec<Value>> {
+        let scale = b.f32(scale_of(width))?;
+        let less = |largest: &Variable| {
+            let largest = b.get(*largest)?;
+            lowered(b, largest, scale)
+        };
+        self.largest.iter().map(less).collect()
     }
 
     /// One over the sum of each row's powers.

@@ -61,12 +61,11 @@ struct Slice {
     column_bytes: u32,
 }
 
-/// Where an item's elements of a slice are.
+/// Where an item's elements of a slice are: the first, and how many rows and columns come from one to the next.
 struct SlicePlaces {
-    /// Row and column.
-    at: Vec<(Value, Value)>,
-    /// Rows and columns from one to the next, if they are the same from each.
-    apart: Option<(u32, u32)>,
+    row: Value,
+    column: Value,
+    apart: [u32; 2],
 }
 
 impl Slice {
@@ -77,17 +76,15 @@ impl Slice {
     /// Neighbouring items have neighbours along rows, or along columns.
     fn places(self, b: &mut KernelBuilder, is_along_rows: bool) -> Built<SlicePlaces> {
         let item = b.id(IdKind::Local, Axis::X)?;
-        let len = if is_along_rows { self.columns } else { self.rows };
-        let mut at = Vec::new();
-        for n in 0..self.elements() {
-            let more = b.i32((n * ITEMS).cast_signed())?;
-            let number = b.binary(B::I32Add, item, more)?;
-            let (line, within) = Indices::default().divide(b, number, len)?;
-            at.push(if is_along_rows { (line, within) } else { (within, line) });
+        if !is_along_rows {
+            let (column, row) = Indices::default().divide(b, item, self.rows)?;
+            return Ok(SlicePlaces { row, column, apart: [0, ITEMS / self.rows] });
         }
-        let lines = ITEMS / len;
-        let apart = if is_along_rows { (lines, 0) } else { (0, lines) };
-        Ok(SlicePlaces { at, apart: ITEMS.is_multiple_of(len).then_some(apart) })
+        // Whole rows, or else a part of each.
+        let is_whole = ITEMS.is_multiple_of(self.columns);
+        let len = if is_whole { self.columns } else { ITEMS / self.rows };
+        let (row, column) = Indices::default().divide(b, item, len)?;
+        Ok(SlicePlaces { row, column, apart: if is_whole { [ITEMS / len, 0] } else { [0, len] } })
     }
 }
 
@@ -128,53 +125,53 @@ impl Matrices {
         b.select(is_there, value, nothing)
     }
 
-    /// The item's elements of a slice from a row and a column on.
+    /// The item's elements of a slice from a row and a column on; zeros where there are none.
     fn load(&self, b: &mut KernelBuilder, slice: Slice, (row, column): (Value, Value)) -> Built<Vec<Value>> {
         let places = slice.places(b, self.is_along_rows())?;
+        let (row, column) = (b.binary(B::I32Add, row, places.row)?, b.binary(B::I32Add, column, places.column)?);
+        let at = self.address(b, row, column)?;
         let is_whole = self.rows.is_multiple_of(SIDE as usize) && self.width.is_multiple_of(slice.columns as usize);
-        // Bytes from one element to the next, if that can be part of an instruction.
-        let apart = places.apart.and_then(|(rows, columns)| {
-            let elements = self.strides[0]
-                .checked_mul(rows as isize)?
-                .checked_add(self.strides[1].checked_mul(columns as isize)?)?;
-            let bytes = elements.checked_mul(self.dtype.size().cast_signed())?;
-            let far = bytes.checked_mul((slice.elements() as usize).cast_signed())?;
-            i32::try_from(far).ok()?;
-            u32::try_from(bytes).ok()
-        });
+        // Bytes from one element to the next: addresses have 32 bits.
+        let [rows, columns] = places.apart.map(|count| (count as usize).cast_signed());
+        let apart = rows.wrapping_mul(self.strides[0]).wrapping_add(columns.wrapping_mul(self.strides[1]));
+        let far = |n: u32| apart.checked_mul((n * self.bytes()) as isize);
+        let is_near = |n: u32| far(n).is_some_and(|far| (0..=i32::MAX as isize).contains(&far));
         let mut loaded = Vec::new();
-        if let (true, Some(apart), Some((own_row, own_column))) = (is_whole, apart, places.at.first()) {
-            let (row, column) = (b.binary(B::I32Add, row, *own_row)?, b.binary(B::I32Add, column, *own_column)?);
-            let at = self.address(b, row, column)?;
+        if is_whole && is_near(slice.elements()) {
             for n in 0..slice.elements() {
-                loaded.push(load_one(b, self.dtype, at, n * apart)?);
+                let offset = far(n).and_then(|far| u32::try_from(far).ok()).unwrap_or_default();
+                loaded.push(load_one(b, self.dtype, at, offset)?);
             }
             return Ok(loaded);
         }
-        for (own_row, own_column) in places.at {
-            let (row, column) = (b.binary(B::I32Add, row, own_row)?, b.binary(B::I32Add, column, own_column)?);
-            loaded.push(self.element(b, row, column)?);
+        let first = b.element(self.window, self.start, self.bytes())?;
+        let (end, line_end) = (b.i32(small(self.rows).cast_signed())?, b.i32(small(self.width).cast_signed())?);
+        let nothing = b.f32(0.0)?;
+        for n in 0..slice.elements() {
+            let [more_rows, more] = places.apart.map(|count| (n * count).cast_signed());
+            let (more_rows, more) = (b.i32(more_rows)?, b.i32(more)?);
+            let (own_row, own) = (b.binary(B::I32Add, row, more_rows)?, b.binary(B::I32Add, column, more)?);
+            let (is_row, is_column) = (b.binary(B::I32LtU, own_row, end)?, b.binary(B::I32LtU, own, line_end)?);
+            let is_there = b.binary(B::I32And, is_row, is_column)?;
+            let far = apart.wrapping_mul((n * self.bytes()) as isize);
+            #[expect(clippy::cast_possible_truncation, reason = "addresses have 32 bits")]
+            let far = b.i32(far as i32)?;
+            let at = b.binary(B::I32Add, at, far)?;
+            // What is not there is not read.
+            let at = b.select(is_there, at, first)?;
+            let value = load_one(b, self.dtype, at, 0)?;
+            loaded.push(b.select(is_there, value, nothing)?);
         }
         Ok(loaded)
     }
 
     /// Stores them to shared memory.
     fn store(&self, b: &mut KernelBuilder, slice: Slice, to: Value, loaded: &[Value]) -> Built<()> {
-        let places = slice.places(b, self.is_along_rows())?;
-        let address = |b: &mut KernelBuilder, (row, column): (Value, Value)| {
-            let (row, column) = (scaled(b, row, slice.row_bytes)?, scaled(b, column, slice.column_bytes)?);
-            sum(b, &[Some(to), Some(row), Some(column)], 0)
-        };
-        if let (Some((rows, columns)), Some(first)) = (places.apart, places.at.first()) {
-            let at = address(b, *first)?;
-            let apart = rows * slice.row_bytes + columns * slice.column_bytes;
-            return (0..).zip(loaded).try_for_each(|(n, value)| b.store(*value, at, n * apart));
-        }
-        for (own, value) in places.at.into_iter().zip(loaded) {
-            let at = address(b, own)?;
-            b.store(*value, at, 0)?;
-        }
-        Ok(())
+        let SlicePlaces { row, column, apart } = slice.places(b, self.is_along_rows())?;
+        let (row, column) = (scaled(b, row, slice.row_bytes)?, scaled(b, column, slice.column_bytes)?);
+        let at = sum(b, &[Some(to), Some(row), Some(column)], 0)?;
+        let apart = apart[0] * slice.row_bytes + apart[1] * slice.column_bytes;
+        (0..).zip(loaded).try_for_each(|(n, value)| b.store(*value, at, n * apart))
     }
 }
 
@@ -274,6 +271,33 @@ impl TileKernel {
     /// The matrices of the group's head of what a window is given.
     pub(super) fn matrices(&self, b: &mut KernelBuilder, view: &BufferView, window: usize) -> Built<Matrices> {
         Matrices::new(b, view, self.windows[window], self.head)
+    }
+
+    pub(super) fn window(&self, number: usize) -> Value {
+        self.windows[number]
+    }
+
+    /// Sums of products of two operands over each of the item's rows of a tile that begins there: all items of a line
+    /// have them.
+    pub(super) fn row_products(
+        &self,
+        b: &mut KernelBuilder,
+        (left, right): (&Matrices, &Matrices),
+        first: Value,
+    ) -> Built<Vec<Value>> {
+        let mut sums = Vec::new();
+        for row in 0..EACH {
+            let row = numbered(b, first, self.row, row)?;
+            let mut sum = b.f32(0.0)?;
+            for n in 0..small(left.width).div_ceil(LINE) {
+                let zero = b.i32(0)?;
+                let column = numbered(b, self.lane, zero, n * LINE)?;
+                let (left, right) = (left.element(b, row, column)?, right.element(b, row, column)?);
+                sum = b.fma(left, right, sum)?;
+            }
+            sums.push(of_line(b, sum, |b, x, y| b.binary(B::F32Add, x, y))?);
+        }
+        Ok(sums)
     }
 
     pub(super) fn finish(self, b: KernelBuilder) -> Built<LoweredKernel> {

@@ -8,9 +8,9 @@ use tensor_wasm_jit::{KernelImage, MatrixElement, Target};
 
 use super::super::map::{Argument, LoweredStep, Program};
 use super::{Units, build, nothing_after, small, with_product};
-use crate::cuda::attention;
+use crate::cuda::{attention, special};
 use crate::dtype::DType;
-use crate::graph::op::Op;
+use crate::graph::op::{ATTENTION_ROWS, AttentionInput, Op, packed_values_start};
 use crate::schedule::plan::{BufferView, Source, SpecialKernel};
 use crate::shape::{Layout, Shape};
 
@@ -248,6 +248,28 @@ fn attended((queries, keys, width): (usize, usize, usize), dtype: DType, is_caus
     attention::lower(&kernel, is_causal).unwrap()
 }
 
+/// The kernels of attention's gradients, of one width.
+fn attention_back((queries, keys, width): (usize, usize, usize), dtype: DType, is_causal: bool) -> Vec<LoweredStep> {
+    let shape = |sizes: &[usize]| Shape::new(sizes).unwrap();
+    let of = |leaf: usize, rows: usize| operand(leaf, (rows, width), dtype, false);
+    let layout = Layout::contiguous(shape(&[ATTENTION_ROWS, queries]));
+    let rows = BufferView { source: Source::Leaf(4), layout, dtype: DType::F32 };
+    let kernel = |op: Op, inputs: Vec<BufferView>, shape: Shape, dtype: DType| {
+        let kernel = SpecialKernel { op, inputs, shape, dtype, slot: 0, node: 0, epilogue: None };
+        special::lower(&kernel).unwrap()
+    };
+    let operands = [of(0, queries), of(1, keys), of(2, keys), of(3, queries)];
+    let [query, key, _, gradient] = operands;
+    let all = [&operands[..], &[rows]].concat();
+    let back =
+        |of: AttentionInput, shape: Shape| kernel(Op::AttentionGradient { is_causal, of }, all.clone(), shape, dtype);
+    vec![
+        kernel(Op::AttentionRows { is_causal }, vec![query, key, gradient, gradient], layout.shape, DType::F32),
+        back(AttentionInput::Queries, shape(&[queries, width])),
+        back(AttentionInput::KeysAndValues, shape(&[packed_values_start(keys * width) + keys * width])),
+    ]
+}
+
 /// Registers suffice, and the products of a warpgroup do not wait for each other.
 #[test]
 fn kernels_on_tensor_cores_are_assembled_without_spills() {
@@ -279,6 +301,19 @@ fn kernels_on_tensor_cores_are_assembled_without_spills() {
             let step = small_product(sizes, is_turned);
             assert_eq!(step.kernels.len(), 1, "no operand is copied");
             assemble(&image(&step.kernels[0].program), &format!("product_small_{m}_{columns}_{k}_{n}"), false);
+        }
+    }
+    // Together as wide as one kernel has registers for, and wider.
+    for dtype in [DType::F32, DType::BF16] {
+        for (width, is_causal, len) in [(16, true, 4001), (64, true, 4001), (101, false, 4001), (128, false, 4096)]
+            .into_iter()
+            .chain([(128, true, 4001), (160, false, 4096), (160, true, 4001), (256, true, 4001)])
+        {
+            let steps = attention_back((len, len, width), dtype, is_causal);
+            let kernels = steps.iter().flat_map(|step| &step.kernels).enumerate();
+            for (n, kernel) in kernels {
+                assemble(&image(&kernel.program), &format!("attention_back_{n}_{width}_{len}_{dtype}"), false);
+            }
         }
     }
     // Tiles that are cut in every way.
