@@ -92,8 +92,8 @@ pub(crate) fn grad_at(
     with_respect_to.iter().enumerate().map(found).collect()
 }
 
-/// Gradients of all nodes that a tensor is made of, from its own, by their ids. Nodes to stop at get what flows to them,
-/// and nothing flows through them.
+/// Gradients of all nodes that a tensor is made of, from its own, by their ids. Nodes to stop at get what flows to
+/// them, and nothing flows through them.
 fn flow_back(
     of: &Tensor,
     gradient: Tensor,

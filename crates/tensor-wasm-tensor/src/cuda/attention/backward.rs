@@ -1,7 +1,7 @@
-//! Going back through attention in single precision, without a score in memory: powers are computed again, tile by
-//! tile, from queries, keys and three numbers of each query, which are computed first. They are not what going forwards
-//! leaves: a forward kernel on tensor cores keeps nothing, and whoever reads the result before its gradients would have
-//! it computed twice. That costs one product of eight.
+//! Going back through attention without a score in memory. All is multiplied in single precision, of halves too. Powers
+//! are computed again, tile by tile, from queries, keys and three numbers of each query, which are computed first. They
+//! are not what going forwards leaves: a forward kernel on tensor cores keeps nothing, and whoever reads the result
+//! before its gradients would have it computed twice. That costs one product of eight.
 //!
 //! With `P` the powers, each over the sum of its row, and `g` the result's gradient: the values' gradient is `Pᵀ g`.
 //! That of a score is `P (g Vᵀ - d)`, where `d` is the sum of `g` times the result over a row; queries and keys have

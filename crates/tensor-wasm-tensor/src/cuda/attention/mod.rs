@@ -1,6 +1,6 @@
 //! Attention without a score in memory: the scores of a tile of queries are computed for some keys at a time, and their
-//! softmax is corrected as larger ones come up. Halves are multiplied on tensor cores (`cores.rs`), single precision is
-//! not (`single.rs`, of products of tiles that `tiles.rs` has), and there gradients are without one too (`backward.rs`).
+//! softmax is corrected as larger ones come up. Halves are multiplied on tensor cores (`cores.rs`). Single precision is
+//! not (`single.rs`), nor are gradients (`backward.rs`): both are made of the products of tiles that `tiles.rs` has.
 
 pub(super) mod backward;
 mod cores;

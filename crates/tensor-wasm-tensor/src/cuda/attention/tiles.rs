@@ -134,7 +134,8 @@ impl Matrices {
         // Bytes from one element to the next: addresses have 32 bits.
         let [rows, columns] = places.apart.map(|count| (count as usize).cast_signed());
         let apart = rows.wrapping_mul(self.strides[0]).wrapping_add(columns.wrapping_mul(self.strides[1]));
-        let far = |n: u32| apart.checked_mul((n * self.bytes()) as isize);
+        let bytes = |n: u32| (n as usize * self.dtype.size()).cast_signed();
+        let far = |n: u32| apart.checked_mul(bytes(n));
         let is_near = |n: u32| far(n).is_some_and(|far| (0..=i32::MAX as isize).contains(&far));
         let mut loaded = Vec::new();
         if is_whole && is_near(slice.elements()) {
@@ -153,7 +154,7 @@ impl Matrices {
             let (own_row, own) = (b.binary(B::I32Add, row, more_rows)?, b.binary(B::I32Add, column, more)?);
             let (is_row, is_column) = (b.binary(B::I32LtU, own_row, end)?, b.binary(B::I32LtU, own, line_end)?);
             let is_there = b.binary(B::I32And, is_row, is_column)?;
-            let far = apart.wrapping_mul((n * self.bytes()) as isize);
+            let far = apart.wrapping_mul(bytes(n));
             #[expect(clippy::cast_possible_truncation, reason = "addresses have 32 bits")]
             let far = b.i32(far as i32)?;
             let at = b.binary(B::I32Add, at, far)?;
