@@ -151,9 +151,12 @@ fn rows(device: &Device) -> Vec<Row> {
     }
     rows.push(with_gelu(device));
     for (causal, width) in [(false, 128), (true, 128), (false, 64), (false, 80), (true, 256)] {
-        rows.push(attention(4096, width, causal, device));
+        rows.push(attention(4096, width, DType::BF16, causal, device));
     }
-    rows.push(attention(1000, 128, true, device));
+    rows.push(attention(1000, 128, DType::BF16, true, device));
+    for (causal, width) in [(false, 128), (true, 128), (false, 64)] {
+        rows.push(attention(4096, width, DType::F32, causal, device));
+    }
     rows.push(softmax(device));
     rows
 }
@@ -205,12 +208,12 @@ fn with_gelu(device: &Device) -> Row {
     }
 }
 
-fn attention(length: usize, width: usize, causal: bool, device: &Device) -> Row {
+fn attention(length: usize, width: usize, dtype: DType, causal: bool, device: &Device) -> Row {
     let heads = 16;
     let sizes = [heads, length, width];
-    let (q, queries) = made(&sizes, 1, DType::BF16, device);
-    let (k, keys) = made(&sizes, 2, DType::BF16, device);
-    let (v, values) = made(&sizes, 3, DType::BF16, device);
+    let (q, queries) = made(&sizes, 1, dtype, device);
+    let (k, keys) = made(&sizes, 2, dtype, device);
+    let (v, values) = made(&sizes, 3, dtype, device);
     // The first head.
     let exact = move |row: usize, column: usize| {
         let seen = if causal { row + 1 } else { length };
@@ -223,12 +226,12 @@ fn attention(length: usize, width: usize, causal: bool, device: &Device) -> Row 
     };
     let part = if causal { 0.5 } else { 1.0 };
     Row {
-        name: format!("attention/{heads}x{length}x{width}/bf16{}", if causal { " causal" } else { "" }),
+        name: format!("attention/{heads}x{length}x{width}/{dtype}{}", if causal { " causal" } else { "" }),
         run: Box::new(move || q.attention(&k, &v, causal)),
         exact: Box::new(exact),
-        tolerance: 1e-2,
+        tolerance: if dtype == DType::F32 { 1e-5 } else { 1e-2 },
         flops: 4.0 * part * (heads * length * width) as f64 * length as f64,
-        bytes: (8 * heads * length * width) as f64,
+        bytes: (4 * dtype.size() * heads * length * width) as f64,
         is_tf32: false,
     }
 }

@@ -6,9 +6,12 @@ use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
 
+use crate::dtype::DType;
 use crate::error::{ErrorKind, Result, TensorError, asked_as};
 use crate::graph::Node;
-use crate::graph::op::{BinaryOp, FoldedAxis, Movement, Op, ReduceOp, UnaryOp};
+use crate::graph::op::{
+    ATTENTION_ROWS, AttentionInput, BinaryOp, FoldedAxis, Movement, Op, ReduceOp, UnaryOp, packed_values_start,
+};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 use crate::tensor::{Caller, Tensor};
 use crate::train;
@@ -79,9 +82,28 @@ pub(crate) fn grad_at(
     if !of.requires_grad() {
         return error(ErrorKind::NoGradient);
     }
-    let mut gradients: HashMap<u64, Tensor> = HashMap::new();
-    gradients.insert(of.node.id, Tensor::fill(1.into(), of.shape(), of.dtype(), at));
-    for node in reachable(&of.node) {
+    let one = Tensor::fill(1.into(), of.shape(), of.dtype(), at);
+    let gradients = flow_back(of, one, &[], operation, at)?;
+    let found = |(input, tensor): (usize, &&Tensor)| match gradients.get(&tensor.node.id) {
+        Some(gradient) => Ok(gradient.clone()),
+        None if tensor.requires_grad() => Ok(Tensor::fill(0.into(), tensor.shape(), tensor.dtype(), at)),
+        None => Err(TensorError::new(operation, ErrorKind::NotAsked { input }, at)),
+    };
+    with_respect_to.iter().enumerate().map(found).collect()
+}
+
+/// Gradients of all nodes that a tensor is made of, from its own, by their ids. Nodes to stop at get what flows to
+/// them, and nothing flows through them.
+fn flow_back(
+    of: &Tensor,
+    gradient: Tensor,
+    stops: &[Tensor],
+    operation: &'static str,
+    at: Caller,
+) -> Result<HashMap<u64, Tensor>> {
+    let error = |what| Err(TensorError::new(operation, what, at));
+    let mut gradients = HashMap::from([(of.node.id, gradient)]);
+    for node in reachable_before(&of.node, stops) {
         let Some(gradient) = gradients.get(&node.id).cloned() else { continue };
         // Whatever uses it was made later and came before: it is whole.
         let gradient = train::fire(&node, gradient);
@@ -111,20 +133,21 @@ pub(crate) fn grad_at(
             gradients.insert(input.node.id, sum);
         }
     }
-    let found = |(input, tensor): (usize, &&Tensor)| match gradients.get(&tensor.node.id) {
-        Some(gradient) => Ok(gradient.clone()),
-        None if tensor.requires_grad() => Ok(Tensor::fill(0.into(), tensor.shape(), tensor.dtype(), at)),
-        None => Err(TensorError::new(operation, ErrorKind::NotAsked { input }, at)),
-    };
-    with_respect_to.iter().enumerate().map(found).collect()
+    Ok(gradients)
 }
 
 /// Everything that gradients flow through, the last made first.
 pub(crate) fn reachable(from: &Arc<Node>) -> Vec<Arc<Node>> {
+    reachable_before(from, &[])
+}
+
+/// The same without some nodes, and what only they are made of.
+fn reachable_before(from: &Arc<Node>, stops: &[Tensor]) -> Vec<Arc<Node>> {
     let mut found: HashMap<u64, Arc<Node>> = HashMap::new();
     let mut left = vec![from.clone()];
     while let Some(node) = left.pop() {
-        if node.requires_grad && !found.contains_key(&node.id) {
+        let is_stop = stops.iter().any(|stop| stop.node.id == node.id);
+        if node.requires_grad && !is_stop && !found.contains_key(&node.id) {
             if let Some(recipe) = &node.state.lock().recipe {
                 left.extend(recipe.inputs.iter().cloned());
             }
@@ -160,6 +183,8 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
         | Op::Random { .. }
         | Op::ArgReduce { .. }
         | Op::ArgSort { .. }
+        | Op::AttentionRows { .. }
+        | Op::AttentionGradient { .. }
         | Op::Failed(_) => {
             vec![None; inputs.len()]
         }
@@ -243,8 +268,9 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
             let (a, b) = (&inputs[0], &inputs[1]);
             vec![Some(g.matrix_product(&b.t(), at)), Some(a.t().matrix_product(g, at))]
         }
+        Op::Attention { is_causal } => pull_back_attention(*is_causal, inputs, output, g, at),
         // As the composed one says.
-        Op::Attention { .. } => vec![None, None, None, Some(g.clone())],
+        Op::Preferred => (0..inputs.len()).map(|n| (n + 1 == inputs.len()).then(|| g.clone())).collect(),
         Op::Contract { .. } => {
             // Whatever one operand does not know, its gradient is summed over: a contraction again.
             let part = |own: &Tensor, other: &Tensor| {
@@ -289,6 +315,78 @@ fn pull_back(op: &Op, inputs: &[Tensor], output: &Tensor, gradient: &Tensor, at:
 
 fn signed(axis: usize) -> isize {
     isize::try_from(axis).unwrap_or(isize::MAX)
+}
+
+/// Gradients of attention's queries, keys and values: each as the composed one says, and as kernels do that recompute
+/// scores tile by tile. Which of the two is decided when it is computed.
+fn pull_back_attention(
+    is_causal: bool,
+    inputs: &[Tensor],
+    output: &Tensor,
+    g: &Tensor,
+    at: Caller,
+) -> Vec<Option<Tensor>> {
+    let mut parts = vec![None; inputs.len()];
+    let [queries, keys, values, composed] = inputs else { return parts };
+    let operands = [queries, keys, values];
+    let composed = match flow_back(composed, g.clone(), &inputs[..operands.len()], "attention", at) {
+        Ok(composed) => composed,
+        Err(error) => return vec![Some(Tensor::holding(error)); inputs.len()],
+    };
+    // Nothing flows through kernels.
+    let by_kernels = no_grad(|| attention_kernels(is_causal, operands, output, g, at));
+    let is_same = |a: usize, b: usize| operands[a].node.id == operands[b].node.id;
+    for (n, operand) in operands.into_iter().enumerate() {
+        // What is all of them, or two, has the sum, once.
+        let Some(composed) = composed.get(&operand.node.id).filter(|_| !(0..n).any(|other| is_same(n, other))) else {
+            continue;
+        };
+        let own = (n..operands.len()).filter(|other| is_same(n, *other)).filter_map(|other| by_kernels[other].clone());
+        let Some(by_kernels) = no_grad(|| own.reduce(|a, b| a + b)) else { continue };
+        let both = [queries, keys, values, &by_kernels, composed];
+        parts[n] = Some(Tensor::make(Op::Preferred, &both, operand.shape(), operand.dtype(), at));
+    }
+    parts
+}
+
+/// Those of operands that gradients flow to, by kernels.
+fn attention_kernels(
+    is_causal: bool,
+    operands: [&Tensor; 3],
+    output: &Tensor,
+    g: &Tensor,
+    at: Caller,
+) -> [Option<Tensor>; 3] {
+    let [queries, keys, values] = operands;
+    let rank = output.rank();
+    let dtype = output.dtype();
+    // Each head has its own, and those that share an operand are summed up.
+    let of_heads = |sizes: [usize; 2]| Shape::new(&[&output.shape()[..rank - 2], &sizes].concat());
+    let whole = |tensor: &Tensor| of_heads([tensor.shape()[tensor.rank() - 2], tensor.shape()[tensor.rank() - 1]]);
+    let row_shape = of_heads([ATTENTION_ROWS, output.shape()[rank - 2]]);
+    let (Some(query_shape), Some(key_shape), Some(value_shape), Some(row_shape)) =
+        (whole(queries), whole(keys), whole(values), row_shape)
+    else {
+        return [None, None, None];
+    };
+    let rows = Tensor::make(Op::AttentionRows { is_causal }, &[queries, keys, output, g], row_shape, DType::F32, at);
+    let gradient = |of: AttentionInput, shape: Shape| {
+        let op = Op::AttentionGradient { is_causal, of };
+        Tensor::make(op, &[queries, keys, values, g, &rows], shape, dtype, at)
+    };
+    let of_queries =
+        queries.requires_grad().then(|| unexpand(&gradient(AttentionInput::Queries, query_shape), queries.shape(), at));
+    let start = packed_values_start(key_shape.numel());
+    let packed = (keys.requires_grad() || values.requires_grad())
+        .then(|| Shape::new(&[start + value_shape.numel()]))
+        .flatten()
+        .map(|shape| gradient(AttentionInput::KeysAndValues, shape));
+    let part = |tensor: &Tensor, start: usize, shape: Shape| {
+        let packed = packed.as_ref().filter(|_| tensor.requires_grad())?;
+        let own = packed.narrow(0, start, shape.numel()).reshape_to(shape, at);
+        Some(unexpand(&own, tensor.shape(), at))
+    };
+    [of_queries, part(keys, 0, key_shape), part(values, start, value_shape)]
 }
 
 fn pull_back_view(movement: &Movement, x: &Tensor, g: &Tensor, at: Caller) -> Tensor {
@@ -346,7 +444,7 @@ fn product_of_others(x: &Tensor, axes: AxisSet, at: Caller) -> Tensor {
         return x.clone();
     };
     let lines = moved.reshape_to(flat, at).expand_to(square, at);
-    let diagonal = Tensor::eye(count, crate::dtype::DType::Bool).expand_to(square, at);
+    let diagonal = Tensor::eye(count, DType::Bool).expand_to(square, at);
     let others = Tensor::choose(&diagonal, &x.scalar_like(1, at), &lines, at);
     let mut last = AxisSet::default();
     last.insert(2);

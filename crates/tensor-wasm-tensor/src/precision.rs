@@ -44,6 +44,11 @@ fn asked(operands: &[&Tensor]) -> Option<DType> {
     operands.iter().all(|operand| operand.dtype() == DType::F32).then_some(dtype)
 }
 
+/// Whether products of these take another type than their own.
+pub(crate) fn is_cast<const N: usize>(operands: [&Tensor; N]) -> bool {
+    asked(&operands).is_some()
+}
+
 /// Makes a product from operands, which are cast first if somebody asked for it.
 pub(crate) fn product<const N: usize>(
     operands: [&Tensor; N],

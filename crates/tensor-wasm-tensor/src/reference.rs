@@ -208,6 +208,9 @@ fn evaluate(node: &Node, known: &mut HashMap<u64, Reference>) {
                 }),
                 // The composed one.
                 Op::Attention { .. } => each(&|index| input(3).at(index)),
+                Op::Preferred => each(&|index| input(4).at(index)),
+                // Which nobody has beside it.
+                Op::AttentionRows { .. } | Op::AttentionGradient { .. } => vec![f64::NAN; shape.numel()],
                 Op::Cumsum { axis, is_reverse } => each(&|index| {
                     let mut other = index.to_vec();
                     let range = if *is_reverse { index[*axis]..shape[*axis] } else { 0..index[*axis] + 1 };

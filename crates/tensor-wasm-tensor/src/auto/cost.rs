@@ -112,7 +112,9 @@ impl KernelWork {
         let names: f64 = operations.iter().map(|name| cost(name)).sum();
         let (operations, flops) = match *kind {
             "map" => (names * elements, 0.0),
-            "matmul" | "contract" => (names * elements, *flops as f64),
+            "matmul" | "contract" | "attention" | "attention_rows" | "attention_queries" | "attention_keys" => {
+                (names * elements, *flops as f64)
+            }
             _ => (SCATTERED * elements + names * elements, 0.0),
         };
         KernelWork { bytes, operations, flops, dtype: *dtype }

@@ -31,6 +31,7 @@ use tensor_wasm_gpu::{
 use tensor_wasm_jit::Target;
 
 use crate::cpu::memory::CpuBuffer;
+use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::Node;
 
@@ -192,6 +193,10 @@ impl CudaDevice {
 pub(crate) fn has_attention(device: &CudaDevice, operands: &[Arc<Node>]) -> bool {
     let [queries, _, values] = operands else { return false };
     let widths = [queries, values].map(|node| node.shape.last().copied().unwrap_or(0));
+    // Tensor cores multiply composed ones in tf32 much faster than anything does in single precision.
+    if queries.dtype == DType::F32 && is_tf32() {
+        return false;
+    }
     attention::is_possible(device.target(), queries.dtype, widths)
 }
 

@@ -7,7 +7,7 @@ use tensor_wasm_jit::Target;
 use super::halves::HalvedPlan;
 use super::map::{Argument, DIVIDED_BY_ZERO, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program};
 use super::order::{Layouts, StepUse};
-use super::{CudaDevice, map, matrix, order, product, special};
+use super::{CudaDevice, attention, map, matrix, order, product, special};
 use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::Value;
@@ -259,8 +259,11 @@ pub(crate) fn explain(device: &CudaDevice, plan: &Plan) -> Vec<ExplainedStep> {
         let library = by_library(device, &halved, n);
         let by = match step {
             Step::Special(SpecialKernel { op: Op::Attention { .. }, dtype, .. }) => {
-                Some(format!("own kernel on tensor cores in {dtype}, no score in memory"))
+                Some(attention::explained(*dtype, true))
             }
+            Step::Special(SpecialKernel {
+                op: Op::AttentionRows { .. } | Op::AttentionGradient { .. }, dtype, ..
+            }) => Some(attention::explained(*dtype, false)),
             Step::Special(kernel) if matches!(kernel.op, Op::Matmul) => {
                 let own = matrix::lower(kernel, is_product_needed(&halved, n), target).map(drop);
                 Some(product_by(kernel, &library, own))

@@ -18,6 +18,8 @@ pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
     }
     let kernels = match &kernel.op {
         Op::Attention { is_causal } => return attention::lower(kernel, *is_causal),
+        Op::AttentionRows { is_causal } => return attention::backward::rows(kernel, *is_causal),
+        Op::AttentionGradient { is_causal, of } => return attention::backward::gradient(kernel, *is_causal, *of),
         Op::Matmul => vec![matmul(kernel)?],
         Op::Contract { summed } => vec![contract(kernel, *summed)?],
         Op::ArgReduce { axis, largest } => vec![arg_reduce(kernel, *axis, *largest)?],

@@ -610,42 +610,210 @@ fn products_on_tensor_cores_are_as_on_a_cpu() {
     }
 }
 
+/// Elements that are there already, so that both devices compute from the same.
+fn normal(sizes: &[usize], seed: u64, dtype: DType) -> Tensor {
+    let made = Tensor::normal(sizes, seed, DType::F32).cast(dtype);
+    made.realize().unwrap();
+    made
+}
+
 #[test]
-fn attention_as_one_kernel_is_as_composed() {
-    for dtype in [DType::BF16, DType::F16] {
-        let of = |sizes: &[usize], seed: u64| {
-            let made = Tensor::normal(sizes, seed, DType::F32).cast(dtype);
-            made.realize().unwrap();
-            made
-        };
+fn attention_on_tensor_cores_is_as_composed() {
+    attention_is_as_composed(&[DType::BF16, DType::F16]);
+}
+
+#[test]
+fn attention_in_single_precision_is_as_composed() {
+    attention_is_as_composed(&[DType::F32]);
+    let q = Tensor::normal(&[4, 16], 10, DType::F32);
+    let explained = |q: &Tensor| with_device(&DEVICE, || q.attention(q, q, false).explain().unwrap());
+    assert!(explained(&q).kernels.len() > 1, "not if it is small");
+    let large = normal(&[40, 16], 10, DType::F32);
+    assert_eq!(explained(&large).kernels.len(), 1);
+    let cast = crate::autocast(DType::BF16, || explained(&large));
+    assert!(cast.kernels.len() > 1, "products that take another type are none of this kernel's");
+}
+
+/// As one kernel, with operands of any sizes that lie in any way.
+fn attention_is_as_composed(dtypes: &[DType]) {
+    for dtype in dtypes.iter().copied() {
+        let of = |sizes: &[usize], seed: u64| normal(sizes, seed, dtype);
+        let near = if dtype == DType::F32 { 5e-6 } else { 2e-2 };
         // Queries, keys, and their width.
-        let sizes = [(70, 70, 16), (3, 130, 64), (65, 64, 128), (20, 40, 80), (9, 5, 32), (70, 33, 256), (17, 19, 20)];
-        for (queries, keys, width) in sizes {
+        let sizes = [(70, 70, 16), (3, 130, 64), (65, 64, 128), (20, 40, 80), (9, 5, 32), (17, 19, 20)];
+        let wide = if dtype == DType::F32 { [(9, 33, 256), (12, 129, 101)] } else { [(70, 33, 256), (9, 15, 32)] };
+        for (queries, keys, width) in sizes.into_iter().chain(wide) {
             let (q, k, v) = (of(&[2, queries, width], 1), of(&[2, keys, width], 2), of(&[2, keys, width], 3));
             for causal in [false, true] {
                 let what = format!("{dtype} {queries} {keys} {width} {causal}");
-                same_on(&DEVICE, &what, 2e-2, || q.attention(&k, &v, causal));
+                same_on(&DEVICE, &what, near, || q.attention(&k, &v, causal));
                 let explained = with_device(&DEVICE, || q.attention(&k, &v, causal).explain().unwrap());
-                assert_eq!(explained.kernels.len(), 1, "{what}: {explained}");
-                assert!(explained.to_string().contains("no score in memory"), "{explained}");
+                let is_small = dtype == DType::F32 && 2 * queries * keys < 128;
+                assert_eq!(explained.kernels.len() == 1, !is_small, "{what}: {explained}");
+                assert!(is_small || explained.to_string().contains("no score in memory"), "{explained}");
+                let is_on_cores = explained.to_string().contains("on tensor cores");
+                assert_eq!(is_on_cores, dtype != DType::F32, "{explained}");
             }
+        }
+        // Narrow keys beside wide values, and wide ones beside narrow.
+        for (narrow, wide) in [(16, 256), (256, 16), (20, 130)] {
+            let (q, k, v) = (of(&[70, narrow], 1), of(&[90, narrow], 2), of(&[90, wide], 3));
+            same_on(&DEVICE, &format!("{dtype} {narrow} {wide}"), near, || q.attention(&k, &v, true));
         }
         // Heads that share keys and values, values of another width, and operands that lie another way.
         let (q, k, v) = (of(&[2, 3, 20, 32], 4), of(&[1, 3, 40, 32], 5), of(&[3, 40, 48], 6));
-        same_on(&DEVICE, "shared", 2e-2, || q.attention(&k, &v, false));
+        same_on(&DEVICE, "shared", near, || q.attention(&k, &v, false));
+        let (q, k, v) = (of(&[2, 3, 20, 32], 4), of(&[40, 32], 5), of(&[1, 40, 48], 6));
+        same_on(&DEVICE, "one for all", near, || q.attention(&k, &v, false));
         let (q, k, v) = (of(&[20, 3, 32], 7), of(&[40, 3, 32], 8), of(&[40, 3, 31], 9));
         let heads = |tensor: &Tensor| tensor.permute(&[1, 0, 2]);
-        same_on(&DEVICE, "heads inside", 2e-2, || heads(&q).attention(&heads(&k), &heads(&v), true));
-        same_on(&DEVICE, "and what follows", 5e-2, || heads(&q).attention(&heads(&k), &heads(&v), true) * 2.0 + 1.0);
-        // With gradients it is composed, and a GPU that it is already on is noticed.
-        let there = of(&[8, 16], 10).to(&DEVICE);
+        same_on(&DEVICE, "heads inside", near, || heads(&q).attention(&heads(&k), &heads(&v), true));
+        let turned = || heads(&q).t().cast(DType::F64).cast(dtype).t();
+        same_on(&DEVICE, "turned", near, || turned().attention(&heads(&k).flip(1), &heads(&v), false));
+        same_on(&DEVICE, "and what follows", 2.5 * near, || {
+            heads(&q).attention(&heads(&k), &heads(&v), true) * 2.0 + 1.0
+        });
+        // None, and none to see.
+        for (queries, keys) in [(0, 4), (4, 0)] {
+            let (q, k) = (of(&[2, queries, 8], 1), of(&[2, keys, 8], 2));
+            same_on(&DEVICE, "nothing", near, || q.attention(&k, &k, true));
+        }
+        // A GPU that it is already on is noticed.
+        let there = of(&[12, 16], 10).to(&DEVICE);
         assert_eq!(there.attention(&there, &there, false).explain().unwrap().kernels.len(), 1);
-        let asked = of(&[8, 16], 10).with_grad();
-        let explained = with_device(&DEVICE, || asked.attention(&asked, &asked, false).explain().unwrap());
-        assert!(explained.kernels.len() > 1, "{explained}");
     }
-    let q = Tensor::normal(&[8, 16], 10, DType::F32);
-    assert!(q.attention(&q, &q, false).explain().unwrap().kernels.len() > 1, "not in single precision");
+}
+
+/// Gradients of attention's queries, keys and values, each element of the result with a weight of its own.
+fn attention_gradients(operands: &[Tensor; 3], weights: &Tensor, causal: bool) -> Vec<Tensor> {
+    let asked = operands.each_ref().map(|tensor| tensor.with_grad());
+    let [q, k, v] = &asked;
+    crate::grad(&(q.attention(k, v, causal) * weights).sum(()), &[q, k, v]).unwrap()
+}
+
+fn assert_close(what: &str, near: f64, expected: &[Tensor], found: &[Tensor]) {
+    for (n, (expected, found)) in expected.iter().zip(found).enumerate() {
+        assert_eq!(expected.shape(), found.shape(), "{what} {n}");
+        let (expected, found) = (expected.to_f64().unwrap(), found.to_f64().unwrap());
+        let wrong = expected.iter().zip(&found).position(|(a, b)| !is_close(*a, *b, near));
+        assert!(wrong.is_none(), "{what} {n}: {:?}", wrong.map(|at| (at, expected[at], found[at])));
+    }
+}
+
+#[test]
+fn gradients_of_attention_by_kernels_are_as_composed() {
+    let of = |sizes: &[usize], seed: u64| normal(sizes, seed, DType::F32);
+    let check = |what: &str, operands: [Tensor; 3], causal: bool| {
+        let dtype = operands[0].dtype();
+        let (near, units) = if dtype == DType::F32 { (1e-5, "") } else { (3e-2, " on tensor cores") };
+        let result = operands[0].attention(&operands[1], &operands[2], causal);
+        let weights = normal(&result.shape(), 9, dtype);
+        let wide = operands.each_ref().map(|tensor| tensor.cast(DType::F64));
+        let expected = attention_gradients(&wide, &weights.cast(DType::F64), causal);
+        let here = attention_gradients(&operands, &weights, causal);
+        assert_close(&format!("{what}, on a CPU"), near, &expected, &here);
+        let kinds = with_device(&DEVICE, || {
+            let there = attention_gradients(&operands, &weights, causal);
+            let kinds: Vec<_> = there.iter().flat_map(|made| made.explain().unwrap().kernels).collect();
+            Tensor::realize_all(&there.iter().collect::<Vec<_>>()).unwrap();
+            assert_close(what, near, &expected, &there);
+            kinds
+        });
+        assert!(kinds.iter().all(|kernel| kernel.kind != "matmul"), "{what}: {kinds:?}");
+        let by = |kind: &str| kinds.iter().find(|kernel| kernel.kind == kind).and_then(|kernel| kernel.by.clone());
+        let expected = [("attention", units, dtype), ("attention_rows", "", DType::F32)];
+        let gradients = ["attention_queries", "attention_keys"].map(|kind| (kind, "", dtype));
+        for (kind, units, dtype) in expected.into_iter().chain(gradients) {
+            assert_eq!(by(kind), Some(format!("own kernel{units} in {dtype}, no score in memory")), "{what} {kind}");
+        }
+    };
+    // Queries, keys, and their width.
+    let sizes = [
+        (70, 70, 16, true),
+        (70, 70, 16, false),
+        (3, 130, 64, true),
+        (65, 64, 128, false),
+        (17, 19, 20, true),
+        (64, 128, 33, true),
+        (64, 128, 33, false),
+    ];
+    for (queries, keys, width, causal) in sizes {
+        let operands = [of(&[2, queries, width], 1), of(&[2, keys, width], 2), of(&[2, keys, width + width % 3], 3)];
+        check(&format!("{queries} {keys} {width} {causal}"), operands, causal);
+    }
+    check("shared", [of(&[2, 3, 20, 32], 4), of(&[1, 3, 40, 32], 5), of(&[3, 40, 48], 6)], false);
+    check("one for all", [of(&[2, 20, 32], 4), of(&[40, 32], 5), of(&[2, 40, 16], 6)], true);
+    check("shared queries", [of(&[20, 32], 4), of(&[2, 40, 32], 5), of(&[2, 40, 16], 6)], true);
+    let heads = |sizes: &[usize], seed: u64| of(sizes, seed).permute(&[1, 0, 2]);
+    check("heads inside", [heads(&[20, 3, 32], 7), heads(&[40, 3, 32], 8), heads(&[40, 3, 31], 9)], true);
+    check("wide values", [of(&[20, 16], 4), of(&[40, 16], 5), of(&[40, 256], 6)], false);
+    check("wide keys", [of(&[20, 256], 4), of(&[40, 256], 5), of(&[40, 16], 6)], false);
+    check("both wide", [of(&[20, 200], 4), of(&[40, 200], 5), of(&[40, 130], 6)], true);
+    // Halves are added up in single precision, and rounded once.
+    for dtype in [DType::F16, DType::BF16] {
+        let of = |sizes: &[usize], seed: u64| normal(sizes, seed, dtype);
+        check(&format!("{dtype}"), [of(&[2, 70, 16], 1), of(&[2, 70, 16], 2), of(&[2, 70, 17], 3)], true);
+        check(&format!("{dtype} shared"), [of(&[2, 20, 32], 4), of(&[40, 32], 5), of(&[40, 16], 6)], false);
+    }
+}
+
+/// However queries, keys and values depend on each other, whoever looks on, and gradients of gradients too.
+#[test]
+fn gradients_of_attention_flow_on() {
+    let x = normal(&[2, 20, 16], 1, DType::F32);
+    let make = |x: &Tensor| {
+        let calls = Arc::new(std::sync::atomic::AtomicU32::new(0));
+        let x = x.with_grad();
+        let queries = &x * 2.0;
+        let seen = calls.clone();
+        queries.register_hook(move |gradient| {
+            seen.fetch_add(1, Ordering::Relaxed);
+            Some(gradient * 0.5)
+        });
+        let result = x.attention(&x, &x, true) + queries.attention(&x, &x.tanh(), false);
+        let first = crate::grad(&(&result * &result).sum(()), &[&x]).unwrap().remove(0);
+        assert_eq!(calls.load(Ordering::Relaxed), 1, "a hook sees the whole gradient");
+        let second = crate::grad(&(&first * &first * &x).sum(()), &[&x]).unwrap().remove(0);
+        // The same by going backwards, where the graph is freed.
+        let other = x.detach().with_grad();
+        let loss = other.attention(&other, &x.detach(), true).square().sum(());
+        loss.backward().unwrap();
+        [first, second, other.grad().unwrap(), loss.detach()]
+    };
+    let expected = make(&x.cast(DType::F64));
+    let check = |what: &str| {
+        let found = make(&x);
+        assert_close(what, 2e-5, &[&expected[..1], &expected[2..]].concat(), &[&found[..1], &found[2..]].concat());
+        // Sums of large numbers that are nearly none.
+        assert_close(what, 2e-3, &expected[1..2], &found[1..2]);
+    };
+    check("on a CPU");
+    with_device(&DEVICE, || check("by kernels"));
+    // Without gradients of it, nothing is computed for it.
+    let [q, k] = [1, 2].map(|seed| normal(&[20, 16], seed, DType::F32));
+    let asked = q.with_grad();
+    let made = crate::grad(&asked.attention(&k, &k, false).sum(()), &[&asked]).unwrap().remove(0);
+    let explained = with_device(&DEVICE, || made.explain().unwrap());
+    assert!(explained.kernels.iter().all(|kernel| kernel.kind != "attention_keys"), "{explained}");
+    // With the result there already, three kernels and what makes its gradient.
+    with_device(&DEVICE, || {
+        let [q, k, v] = [1, 2, 3].map(|seed| normal(&[20, 16], seed, DType::F32).with_grad());
+        let result = q.attention(&k, &v, false);
+        assert_eq!(result.explain().unwrap().kernels.len(), 1);
+        result.realize().unwrap();
+        let made = crate::grad(&(&result * normal(&[20, 16], 4, DType::F32)).sum(()), &[&q, &k, &v]).unwrap();
+        let before = crate::plans_made();
+        let explained = (&made[0] + &made[1] + &made[2]).explain().unwrap();
+        let own = explained.kernels.iter().filter(|kernel| kernel.kind != "map").count();
+        assert_eq!(own, 3, "{explained}");
+        Tensor::realize_all(&made.iter().collect::<Vec<_>>()).unwrap();
+        assert_eq!(crate::plans_made() - before, 1);
+    });
+    // A query that sees nothing has no gradients that are numbers, composed or not.
+    let [few, many] = [normal(&[10, 16], 1, DType::F32), normal(&[20, 16], 2, DType::F32)];
+    let (asked, weights) = ([many.clone(), few.clone(), few], normal(&[20, 16], 3, DType::F32));
+    let explained = with_device(&DEVICE, || attention_gradients(&asked, &weights, true)[0].explain().unwrap());
+    assert!(explained.kernels.iter().all(|kernel| !kernel.kind.starts_with("attention")), "{explained}");
 }
 
 /// Tokens of a small model, each the place of the largest of what it makes of the last, and what they see; on whatever

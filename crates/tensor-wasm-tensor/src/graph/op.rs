@@ -40,6 +40,21 @@ pub(crate) enum Op {
     Attention {
         is_causal: bool,
     },
+    /// What attention's gradients need of each query, of queries, keys, the result and its gradient: [`ATTENTION_ROWS`]
+    /// numbers, as rows. A kernel that only an [`Op::Preferred`] has as its input, as the next one is.
+    AttentionRows {
+        is_causal: bool,
+    },
+    /// The gradient of attention's queries, or of its keys and then its values in one line (see
+    /// [`packed_values_start`]), of queries, keys, values, the result's gradient and its rows.
+    AttentionGradient {
+        is_causal: bool,
+        of: AttentionInput,
+    },
+    /// The same twice, after the queries, keys and values of attention: made by kernels of its own, which is computed
+    /// where the device has them, and composed of other operations, which is computed elsewhere, and through which
+    /// gradients flow.
+    Preferred,
     /// Sums over some axes of the products of two tensors of as many axes, each of size 1 along those that it does not
     /// know. What is summed over stays with size 1. Convolutions, and their gradients.
     Contract {
@@ -73,6 +88,22 @@ pub(crate) enum Op {
         before: Option<FoldedAxis>,
     },
     Failed(TensorError),
+}
+
+/// What a gradient is of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum AttentionInput {
+    Queries,
+    KeysAndValues,
+}
+
+/// Numbers of each query in [`Op::AttentionRows`].
+pub(crate) const ATTENTION_ROWS: usize = 3;
+
+/// The element from which on values' gradients lie behind those of so many elements of keys: a multiple of what is
+/// moved at once.
+pub(crate) fn packed_values_start(keys: usize) -> usize {
+    keys.next_multiple_of(64)
 }
 
 /// An axis that windows are put back into.
@@ -275,6 +306,10 @@ impl Op {
             Op::ArgReduce { largest: false, .. } => "argmin",
             Op::Matmul => "matmul",
             Op::Attention { .. } => "attention",
+            Op::AttentionRows { .. } => "attention_rows",
+            Op::AttentionGradient { of: AttentionInput::Queries, .. } => "attention_queries",
+            Op::AttentionGradient { of: AttentionInput::KeysAndValues, .. } => "attention_keys",
+            Op::Preferred => "preferred",
             Op::Contract { .. } => "contract",
             Op::Cumsum { .. } => "cumsum",
             Op::ArgSort { .. } => "argsort",

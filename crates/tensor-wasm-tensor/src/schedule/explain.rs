@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::group::{Grouping, WhyNot};
-use super::plan::{BufferView, Level, MapKernel, Plan, Slot, Step, ValueKind};
+use super::plan::{BufferView, Level, MapKernel, Plan, Slot, SpecialKernel, Step, ValueKind};
 use super::snapshot::Snapshot;
 use super::{CompiledPlan, Mode, planned};
 use crate::account::PlanNeed;
@@ -11,7 +11,7 @@ use crate::cpu;
 use crate::dtype::DType;
 use crate::error::TensorError;
 use crate::graph::Node;
-use crate::graph::op::Op;
+use crate::graph::op::{AttentionInput, Op};
 use crate::shape::Shape;
 use std::sync::Arc;
 
@@ -164,13 +164,12 @@ fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
             let own_flops = match special.op {
                 Op::Matmul => 2 * count * inner,
                 // Queries times keys, and what that gives times values.
-                Op::Attention { .. } => {
-                    let keys = special
-                        .inputs
-                        .get(1)
-                        .map_or(0, |view| view.layout.shape.iter().rev().nth(1).copied().unwrap_or(0));
-                    let rows = special.shape.iter().rev().skip(1).product::<usize>() as u64;
-                    2 * (rows * inner + count) * keys as u64
+                Op::Attention { .. } => attention_flops(special, special.shape, [1, 1]),
+                Op::AttentionRows { .. } => attention_flops(special, special.shape, [1, 0]),
+                // Scores, their gradients from values, and what each gradient adds up.
+                Op::AttentionGradient { of, .. } => {
+                    let heads = special.inputs.last().map_or(special.shape, |view| view.layout.shape);
+                    attention_flops(special, heads, if of == AttentionInput::Queries { [2, 1] } else { [2, 2] })
                 }
                 Op::Contract { .. } => {
                     let both = special.inputs.iter().map(|view| view.layout.shape);
@@ -195,6 +194,17 @@ fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
             }
         }
     }
+}
+
+/// Of so many products as wide as keys and as values, for each head of a shape.
+fn attention_flops(special: &SpecialKernel, heads: Shape, products: [u64; 2]) -> u64 {
+    let size = |input: usize, from_last: usize| {
+        let shape = special.inputs.get(input).map(|view| view.layout.shape);
+        shape.map_or(0, |shape| shape.iter().rev().nth(from_last).copied().unwrap_or(0) as u64)
+    };
+    let heads = heads.iter().rev().skip(2).product::<usize>() as u64;
+    let widths = products[0] * size(0, 0) + products[1] * size(2, 0);
+    2 * heads * size(0, 1) * size(1, 1) * widths
 }
 
 fn operations(map: &MapKernel) -> Vec<&'static str> {
@@ -247,7 +257,7 @@ fn peak_of(plan: &Plan, bytes: impl Fn(&Slot) -> usize) -> usize {
             now = now.saturating_add(bytes(&plan.slots[slot]));
         }
         let in_place: usize = match step {
-            Step::Map(map) | Step::Special(super::plan::SpecialKernel { epilogue: Some(map), .. }) => {
+            Step::Map(map) | Step::Special(SpecialKernel { epilogue: Some(map), .. }) => {
                 let taken = map.in_place.iter().zip(&map.stores).filter(|(load, _)| load.is_some());
                 taken.map(|(_, (_, slot))| bytes(&plan.slots[*slot])).sum()
             }

@@ -185,11 +185,15 @@ fn chosen(recipe: &Recipe) -> (Op, &[Arc<Node>]) {
                 (Op::Move(Movement::Reshape), std::slice::from_ref(composed))
             }
         }
+        (Op::Preferred, [operands @ .., by_kernels, composed]) => {
+            let chosen = if is_one_kernel(operands) { by_kernels } else { composed };
+            (Op::Move(Movement::Reshape), std::slice::from_ref(chosen))
+        }
         (op, inputs) => (op.clone(), inputs),
     }
 }
 
-/// Whether attention is computed on a GPU that can do it as one kernel.
+/// Whether attention, or its gradient, is computed on a GPU that has kernels for such queries, keys and values.
 #[cfg(feature = "cuda")]
 fn is_one_kernel(operands: &[Arc<Node>]) -> bool {
     let device = match crate::device() {
@@ -260,6 +264,9 @@ fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: 
         Op::Failed(_) => (22, [None; 3]),
         Op::Contract { summed } => (23, [Some(summed.bits()), None, None]),
         Op::Attention { is_causal } => (24, [Some(u64::from(*is_causal)), None, None]),
+        Op::AttentionRows { is_causal } => (25, [Some(u64::from(*is_causal)), None, None]),
+        Op::AttentionGradient { is_causal, of } => (26, [Some(u64::from(*is_causal)), Some(*of as u64), None]),
+        Op::Preferred => (27, [None; 3]),
     };
     let flags = u64::from(is_output) << 16 | (node.dtype as u64) << 8 | code;
     key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);

@@ -7,11 +7,22 @@ use super::{Caller, Tensor};
 use crate::dtype::DType;
 use crate::error::{ErrorKind, TensorError, asked_as};
 use crate::graph::op::{FoldedAxis, Movement, Op, ReduceOp};
-use crate::precision::product;
+use crate::precision::{is_cast, product};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
 /// Rows and columns of windows that do not overlap and are computed side by side.
 const POOL_MAX: usize = 8;
+
+/// Scores from which on attention in single precision is one kernel where there is one: from 32 MiB on, they and their
+/// powers are more than second-level caches have (50 MiB on a Hopper), and would go through memory several times.
+/// Composed, smaller ones are products of a library, which are at least as fast as ours. Not measured. Fewer in tests,
+/// which run kernels item by item.
+const SINGLE_SCORES_MIN: usize = if cfg!(test) { 1 << 7 } else { 8 << 20 };
+
+/// Scores from which on attention in half precision with gradients is not composed on a GPU. Kernels of its gradients
+/// multiply in single precision, where composed ones have tensor cores: those are used as long as they can be computed.
+/// Beyond, scores have the 4 GiB in single precision that are too many for a tensor on a GPU. Fewer in tests.
+const HALF_GRADIENT_SCORES_MIN: usize = if cfg!(test) { 1 << 9 } else { 1 << 30 };
 
 /// How a window moves over one axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -386,25 +397,27 @@ impl Tensor {
         self.attention_kernel(keys, values, causal, composed, at)
     }
 
-    /// Half precision without gradients may be one kernel; whether it is depends on the device that computes it. With
-    /// gradients it is composed: going backwards needs the softmax, which the kernel does not keep.
+    /// May be one kernel, with the composed one as what is computed elsewhere; whether it is depends on the device that
+    /// computes it.
     fn attention_kernel(&self, keys: &Tensor, values: &Tensor, causal: bool, composed: Tensor, at: Caller) -> Tensor {
-        let is_half = matches!(self.dtype(), DType::F16 | DType::BF16);
-        if !is_half || composed.check().is_err() || composed.requires_grad() || composed.numel() == 0 {
+        let has_elements = [self, keys, values, &composed].iter().all(|tensor| tensor.numel() > 0);
+        if composed.check().is_err() || !has_elements || is_cast([self, keys, values]) {
             return composed;
         }
         let shape = composed.shape();
-        let heads = &shape[..shape.rank() - 2];
-        let whole = |tensor: &Tensor| {
-            let own = tensor.shape();
-            let all = Shape::new(&[heads, &own[own.rank() - 2..]].concat())?;
-            (all.numel() > 0).then(|| tensor.expand_to(all, at))
+        let scores = (shape.numel() / shape[shape.rank() - 1]).saturating_mul(keys.shape()[keys.rank() - 2]);
+        let pays = match self.dtype() {
+            DType::F16 | DType::BF16 => !composed.requires_grad() || scores >= HALF_GRADIENT_SCORES_MIN,
+            DType::F32 => scores >= SINGLE_SCORES_MIN,
+            _ => false,
         };
-        let (Some(queries), Some(keys), Some(values)) = (whole(self), whole(keys), whole(values)) else {
+        // A query that sees nothing has no gradients that are numbers: those are left as they are composed.
+        let sees_nothing = causal && self.shape()[self.rank() - 2] > keys.shape()[keys.rank() - 2];
+        if !pays || composed.requires_grad() && sees_nothing {
             return composed;
-        };
+        }
         let op = Op::Attention { is_causal: causal };
-        Tensor::make(op, &[&queries, &keys, &values, &composed], shape, self.dtype(), at)
+        Tensor::make(op, &[self, keys, values, &composed], shape, self.dtype(), at)
     }
 
     /// The mean of squared differences.

@@ -8,9 +8,9 @@ use tensor_wasm_jit::{KernelImage, MatrixElement, Target};
 
 use super::super::map::{Argument, LoweredStep, Program};
 use super::{Units, build, nothing_after, small, with_product};
-use crate::cuda::attention;
+use crate::cuda::{attention, special};
 use crate::dtype::DType;
-use crate::graph::op::Op;
+use crate::graph::op::{ATTENTION_ROWS, AttentionInput, Op, packed_values_start};
 use crate::schedule::plan::{BufferView, Source, SpecialKernel};
 use crate::shape::{Layout, Shape};
 
@@ -239,14 +239,35 @@ fn products_by_warpgroups_are_those_of_numbers() {
     check(Units::TensorCores(MatrixElement::BF16), (127, 33, 65), [false, false], Target::Hopper);
 }
 
-fn attended((queries, keys, width): (usize, usize, usize), is_causal: bool) -> LoweredStep {
-    let dtype = DType::BF16;
+fn attended((queries, keys, width): (usize, usize, usize), dtype: DType, is_causal: bool) -> LoweredStep {
     let inputs = [(0, queries), (1, keys), (2, keys)];
     let inputs = inputs.map(|(leaf, rows)| operand(leaf, (rows, width), dtype, false)).to_vec();
     let shape = Shape::new(&[queries, width]).unwrap();
     let op = Op::Attention { is_causal };
     let kernel = SpecialKernel { op, inputs, shape, dtype, slot: 0, node: 0, epilogue: None };
     attention::lower(&kernel, is_causal).unwrap()
+}
+
+/// The kernels of attention's gradients, of one width.
+fn attention_back((queries, keys, width): (usize, usize, usize), dtype: DType, is_causal: bool) -> Vec<LoweredStep> {
+    let shape = |sizes: &[usize]| Shape::new(sizes).unwrap();
+    let of = |leaf: usize, rows: usize| operand(leaf, (rows, width), dtype, false);
+    let layout = Layout::contiguous(shape(&[ATTENTION_ROWS, queries]));
+    let rows = BufferView { source: Source::Leaf(4), layout, dtype: DType::F32 };
+    let kernel = |op: Op, inputs: Vec<BufferView>, shape: Shape, dtype: DType| {
+        let kernel = SpecialKernel { op, inputs, shape, dtype, slot: 0, node: 0, epilogue: None };
+        special::lower(&kernel).unwrap()
+    };
+    let operands = [of(0, queries), of(1, keys), of(2, keys), of(3, queries)];
+    let [query, key, _, gradient] = operands;
+    let all = [&operands[..], &[rows]].concat();
+    let back =
+        |of: AttentionInput, shape: Shape| kernel(Op::AttentionGradient { is_causal, of }, all.clone(), shape, dtype);
+    vec![
+        kernel(Op::AttentionRows { is_causal }, vec![query, key, gradient, gradient], layout.shape, DType::F32),
+        back(AttentionInput::Queries, shape(&[queries, width])),
+        back(AttentionInput::KeysAndValues, shape(&[packed_values_start(keys * width) + keys * width])),
+    ]
 }
 
 /// Registers suffice, and the products of a warpgroup do not wait for each other.
@@ -282,11 +303,31 @@ fn kernels_on_tensor_cores_are_assembled_without_spills() {
             assemble(&image(&step.kernels[0].program), &format!("product_small_{m}_{columns}_{k}_{n}"), false);
         }
     }
+    // Together as wide as one kernel has registers for, and wider.
+    for dtype in [DType::F32, DType::BF16] {
+        for (width, is_causal, len) in [(16, true, 4001), (64, true, 4001), (101, false, 4001), (128, false, 4096)]
+            .into_iter()
+            .chain([(128, true, 4001), (160, false, 4096), (160, true, 4001), (256, true, 4001)])
+        {
+            let steps = attention_back((len, len, width), dtype, is_causal);
+            let kernels = steps.iter().flat_map(|step| &step.kernels).enumerate();
+            for (n, kernel) in kernels {
+                assemble(&image(&kernel.program), &format!("attention_back_{n}_{width}_{len}_{dtype}"), false);
+            }
+        }
+    }
+    // Tiles that are cut in every way.
+    let (step, name) = (attended((4001, 4003, 101), DType::F32, true), "attention_single_odd");
+    assemble(&image(&step.kernels[0].program), name, false);
     for width in [16, 64, 80, 128, 256] {
         for is_causal in [false, true] {
-            let (step, name) = (attended((4096, 4096, width), is_causal), format!("attention_{width}_{is_causal}"));
+            let sizes = (4096, 4096, width);
+            let (step, name) = (attended(sizes, DType::BF16, is_causal), format!("attention_{width}_{is_causal}"));
             // The widest has 192 registers of queries and results alone: about twenty words spill.
             assemble(&image(&step.kernels[0].program), &name, width == 256);
+            let (step, name) =
+                (attended(sizes, DType::F32, is_causal), format!("attention_single_{width}_{is_causal}"));
+            assemble(&image(&step.kernels[0].program), &name, false);
         }
     }
 }

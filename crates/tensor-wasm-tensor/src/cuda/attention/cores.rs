@@ -1,17 +1,17 @@
-//! Attention as one kernel, on tensor cores: the scores of a tile of queries are computed for some keys at a time,
-//! their softmax is corrected as larger ones come up, and no score is ever stored.
+//! Attention in half precision, on tensor cores.
 //!
 //! A group of four warps has 64 queries, a warp 16 of them, in registers; so are its results. Tiles of keys and of
 //! values come by turns, two ahead of the one that is used, through three places in shared memory.
 
-use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, UnaryOp, Value, Variable};
+use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, Value, Variable};
 use tensor_wasm_jit::{MatrixElement, Target};
 
-use super::index::{Indices, scaled, small, sum, times};
-use super::map::{Argument, LoweredKernel, LoweredStep, Program};
-use super::matrix::{Operand, clamped, four, pack};
-use super::numbers::{Built, half_type};
-use super::tile::{CHUNK_BYTES, FRAGMENT, Fragments, SharedTile, Side, WARP, warp_and_lane};
+use super::super::index::{Indices, scaled, small, sum, times};
+use super::super::map::{Argument, LoweredKernel, LoweredStep, Program};
+use super::super::matrix::{Operand, clamped, four, pack};
+use super::super::numbers::{Built, half_type};
+use super::super::tile::{CHUNK_BYTES, FRAGMENT, Fragments, SharedTile, Side, WARP, warp_and_lane};
+use super::{Sight, corrected, scale_of};
 use crate::dtype::DType;
 use crate::schedule::plan::{Source, SpecialKernel};
 
@@ -32,7 +32,7 @@ const WIDTH_MAX: usize = 256;
 const ELEMENT_BYTES: u32 = 2;
 
 /// Whether there is a kernel for such queries, keys and values.
-pub(super) fn is_possible(target: Target, dtype: DType, widths: [usize; 2]) -> bool {
+pub(super) fn fits(dtype: DType, widths: [usize; 2]) -> bool {
     // A tile has at least as many rows as the group copies at once.
     let fits = || {
         let tiles = widths.map(tile_of);
@@ -40,7 +40,7 @@ pub(super) fn is_possible(target: Target, dtype: DType, widths: [usize; 2]) -> b
         tiles.iter().all(|tile| ITEMS / (tile.row_bytes / CHUNK_BYTES) <= keys)
     };
     let is_narrow = widths.iter().all(|width| *width <= WIDTH_MAX);
-    target >= Target::Ampere && half_type(dtype).is_some() && is_narrow && fits()
+    half_type(dtype).is_some() && is_narrow && fits()
 }
 
 /// Keys of a tile, and values.
@@ -75,7 +75,7 @@ struct Attention<'k> {
     kernel: &'k SpecialKernel,
     operands: [&'k Operand; 3],
     element: MatrixElement,
-    is_causal: bool,
+    sight: Sight,
     /// Rows of tiles of keys, and of values.
     key_tile: SharedTile,
     value_tile: SharedTile,
@@ -196,7 +196,8 @@ impl<'k> Attention<'k> {
         // The queries are there before anything else is.
         let stage_bytes = (keys * row_bytes).max((QUERIES * key_tile.row_bytes).div_ceil(STAGES).next_multiple_of(128));
         let element = if kernel.dtype == DType::F16 { MatrixElement::F16 } else { MatrixElement::BF16 };
-        Attention { kernel, operands, element, is_causal, key_tile, value_tile, keys, stage_bytes }
+        let sight = Sight { queries: operands[0].along, keys: operands[1].along, is_causal };
+        Attention { kernel, operands, element, sight, key_tile, value_tile, keys, stage_bytes }
     }
 
     fn build(&self) -> Built<LoweredKernel> {
@@ -263,26 +264,6 @@ impl<'k> Attention<'k> {
         Ok(queries)
     }
 
-    /// How many tiles of keys the queries of a group see.
-    fn tiles(&self, b: &mut KernelBuilder, first: Value) -> Built<Value> {
-        let (queries, keys) = (self.operands[0].along, self.operands[1].along);
-        let all = small(keys.div_ceil(self.keys as usize));
-        if !self.is_causal {
-            return b.i32(all.cast_signed());
-        }
-        // One more than the last key that the last query sees.
-        let behind = i32::try_from(keys).unwrap_or(i32::MAX) - i32::try_from(queries).unwrap_or(i32::MAX);
-        let (more, zero, all) = (b.i32(behind + QUERIES.cast_signed())?, b.i32(0)?, b.i32(all.cast_signed())?);
-        let end = b.binary(B::I32Add, first, more)?;
-        let is_any = b.binary(B::I32GtS, end, zero)?;
-        let end = b.select(is_any, end, zero)?;
-        let round = b.i32(self.keys.cast_signed() - 1)?;
-        let end = b.binary(B::I32Add, end, round)?;
-        let (tiles, _) = Indices::default().divide(b, end, self.keys)?;
-        let is_less = b.binary(B::I32LtU, tiles, all)?;
-        b.select(is_less, tiles, all)
-    }
-
     fn run(
         &self,
         b: &mut KernelBuilder,
@@ -302,7 +283,7 @@ impl<'k> Attention<'k> {
             zero,
             (steps_of(self.operands[2].depth), self.keys / FRAGMENT),
         )?;
-        let tiles = self.tiles(b, first)?;
+        let tiles = self.sight.tiles(b, (first, QUERIES), self.keys)?;
         let (write, read) = (b.variable(zero)?, b.variable(zero)?);
         for copies in [keys, values] {
             let to = self.next_stage(b, shared, write)?;
@@ -389,9 +370,9 @@ impl<'k> Attention<'k> {
         first_key: Value,
         (first, query, pair): (Value, Value, Value),
     ) -> Built<Vec<[Value; 4]>> {
-        let (queries, keys) = (self.operands[0].along, self.operands[1].along);
+        let Sight { keys, is_causal, .. } = self.sight;
         let is_cut = !keys.is_multiple_of(self.keys as usize);
-        if !is_cut && !self.is_causal {
+        if !is_cut && !is_causal {
             return Ok(scores);
         }
         // Whole tiles that all of the group's queries see are left as they are.
@@ -399,9 +380,8 @@ impl<'k> Attention<'k> {
         let end = b.binary(B::I32Add, first_key, more)?;
         let all_keys = b.i32(small(keys).cast_signed())?;
         let mut needs_mask = b.binary(B::I32GtU, end, all_keys)?;
-        let behind = i32::try_from(keys).unwrap_or(i32::MAX) - i32::try_from(queries).unwrap_or(i32::MAX);
-        let behind_more = b.i32(behind + 1)?;
-        if self.is_causal {
+        if is_causal {
+            let behind_more = b.i32(self.sight.behind() + 1)?;
             let seen = b.binary(B::I32Add, first, behind_more)?;
             let is_later = b.binary(B::I32GtS, end, seen)?;
             needs_mask = b.binary(B::I32Or, needs_mask, is_later)?;
@@ -416,16 +396,9 @@ impl<'k> Attention<'k> {
         let twice = times(b, pair, 2)?;
         let own_first = b.binary(B::I32Add, first_key, twice)?;
         // How many keys each of the item's two queries sees.
-        let mut ends = [all_keys; 2];
-        if self.is_causal {
-            for (row, end) in ends.iter_mut().enumerate() {
-                let shift = b.i32(8 * i32::try_from(row).unwrap_or(0))?;
-                let own = b.binary(B::I32Add, query, shift)?;
-                let own = b.binary(B::I32Add, own, behind_more)?;
-                let is_less = b.binary(B::I32LtS, own, all_keys)?;
-                *end = b.select(is_less, own, all_keys)?;
-            }
-        }
+        let eight = b.i32(8)?;
+        let below = b.binary(B::I32Add, query, eight)?;
+        let ends = [self.sight.end(b, query)?, self.sight.end(b, below)?];
         for (n, four) in (0..).zip(&variables) {
             for (part, variable) in four.iter().enumerate() {
                 let shift = b.i32(8 * n + i32::try_from(part % 2).unwrap_or(0))?;
@@ -443,11 +416,7 @@ impl<'k> Attention<'k> {
 
     /// Powers of the scores less the largest, as fragments of the next product; what was added up before is corrected.
     fn softmax(&self, b: &mut KernelBuilder, mut scores: Vec<[Value; 4]>, rows: &Rows) -> Built<Vec<[Value; 4]>> {
-        // Powers of two, so that the scale is that of the natural ones.
-        #[expect(clippy::cast_precision_loss, reason = "a width is small")]
-        let scale = std::f64::consts::LOG2_E / (self.operands[0].depth as f64).sqrt();
-        #[expect(clippy::cast_possible_truncation, reason = "the nearest that there is")]
-        let scale = b.f32(scale as f32)?;
+        let scale = b.f32(scale_of(self.operands[0].depth))?;
         for row in 0..2 {
             let before = b.get(rows.largest[row])?;
             let mut largest = before;
@@ -461,10 +430,7 @@ impl<'k> Attention<'k> {
                 largest = b.max_single(largest, other)?;
             }
             b.set(rows.largest[row], largest)?;
-            let scaled = b.binary(B::F32Mul, largest, scale)?;
-            let less = b.unary(UnaryOp::F32Neg, scaled)?;
-            let less_before = b.fma(before, scale, less)?;
-            let correction = b.exp2_approximate(less_before)?;
+            let (less, correction) = corrected(b, before, largest, scale)?;
             let total = b.get(rows.total[row])?;
             let mut total = b.binary(B::F32Mul, total, correction)?;
             for four in &mut scores {
