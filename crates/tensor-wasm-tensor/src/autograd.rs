@@ -342,9 +342,15 @@ fn pull_back_attention(
             continue;
         };
         let own = (n..operands.len()).filter(|other| is_same(n, *other)).filter_map(|other| by_kernels[other].clone());
-        let Some(by_kernels) = no_grad(|| own.reduce(|a, b| a + b)) else { continue };
-        let both = [queries, keys, values, &by_kernels, composed];
-        parts[n] = Some(Tensor::make(Op::Preferred, &both, operand.shape(), operand.dtype(), at));
+        let by_kernels = no_grad(|| own.reduce(|a, b| a + b)).filter(|made| made.check().is_ok());
+        // What kernels make may be too large where what is composed is not.
+        parts[n] = Some(by_kernels.map_or_else(
+            || composed.clone(),
+            |by_kernels| {
+                let both = [queries, keys, values, &by_kernels, composed];
+                Tensor::make(Op::Preferred, &both, operand.shape(), operand.dtype(), at)
+            },
+        ));
     }
     parts
 }
