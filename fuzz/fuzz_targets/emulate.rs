@@ -23,6 +23,24 @@ static IMPORTS: LazyLock<Vec<u8>> = LazyLock::new(|| {
     for name in ["global_id", "local_id", "group_id", "local_size", "global_size", "num_groups", "shared"] {
         text += &format!(r#"(import "kernel" "{name}" (func (param i32) (result i32)))"#);
     }
+    for name in ["subgroup_size", "subgroup_lane"] {
+        text += &format!(r#"(import "kernel" "{name}" (func (result i32)))"#);
+    }
+    for name in ["subgroup_ballot", "subgroup_any", "subgroup_all"] {
+        text += &format!(r#"(import "kernel" "{name}" (func (param i32) (result i32)))"#);
+    }
+    for ty in ["i32", "i64", "f32", "f64"] {
+        for name in ["shuffle", "shuffle_xor"] {
+            text += &format!(r#"(import "kernel" "{name}_{ty}" (func (param {ty} i32) (result {ty})))"#);
+        }
+        for name in ["subgroup_add", "subgroup_min", "subgroup_max"] {
+            text += &format!(r#"(import "kernel" "{name}_{ty}" (func (param {ty}) (result {ty})))"#);
+        }
+    }
+    for name in ["f16", "bf16"] {
+        text += &format!(r#"(import "kernel" "{name}_to_f32" (func (param i32) (result f32)))"#);
+        text += &format!(r#"(import "kernel" "f32_to_{name}" (func (param f32) (result i32)))"#);
+    }
     for ty in ["f32", "f64"] {
         text += &format!(r#"(import "kernel" "fma_{ty}" (func (param {ty} {ty} {ty}) (result {ty})))"#);
         text += &format!(r#"(import "kernel" "pow_{ty}" (func (param {ty} {ty}) (result {ty})))"#);

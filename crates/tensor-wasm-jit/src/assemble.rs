@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use crate::ir::{Access, Address, Axis, Bin, Body, Id, Label, Op, Reg, Site, Ty, Un};
+use crate::ir::{Access, Address, Axis, Bin, Body, Id, Label, Op, Reg, SUBGROUP, Site, SubgroupOp, Ty, Un};
 use crate::refusal::SourceLocation;
 
 /// Operations of one kernel, with everything it calls. NVIDIA's assembler takes ten to twenty seconds for as many.
@@ -19,6 +19,11 @@ pub(crate) const GPU_SHARED_BYTES_MAX: u32 = 227 << 10;
 
 /// Barriers of one kernel, each counted wherever it is inlined: a CPU has to find its way back to every one of them.
 pub(crate) const BARRIERS_MAX: usize = 1_000;
+
+/// Functions of subgroups in one kernel of a guest, counted in the same way. As many reductions, each with what is done
+/// where some lanes are missing, take NVIDIA's assembler ten seconds for an older device, and a thousand take it
+/// minutes and gigabytes of memory.
+pub(crate) const SUBGROUPS_MAX: usize = 128;
 
 const BYTE: Access = Access { bytes: 1, is_signed: false };
 
@@ -57,6 +62,7 @@ pub(crate) struct Assembler {
     labels: u32,
     shared_bytes: u32,
     barriers: usize,
+    subgroups: usize,
 }
 
 impl Assembler {
@@ -152,6 +158,45 @@ impl Assembler {
         self.binary(Bin::F64Div, one, root, site)
     }
 
+    /// A float from the upper half of its bits, which are the lower half of a register. A NaN is made, not kept, as
+    /// multiplying makes one.
+    pub(crate) fn widen_bfloat(&mut self, bits: Reg, site: Site) -> Reg {
+        let half = self.constant(Ty::I32, 16);
+        let whole = self.binary(Bin::I32Shl, bits, half, site);
+        let float = self.unary(Un::F32ReinterpretI32, whole, site);
+        let one = self.constant(Ty::F32, u64::from(1.0_f32.to_bits()));
+        self.binary(Bin::F32Mul, float, one, site)
+    }
+
+    /// The upper half of a float's bits, rounded to the nearest, ties to even. A NaN becomes the one of that type.
+    pub(crate) fn round_to_bfloat(&mut self, x: Reg, site: Site) -> Reg {
+        let (half, one) = (self.constant(Ty::I32, 16), self.constant(Ty::I32, 1));
+        let bits = self.unary(Un::I32ReinterpretF32, x, site);
+        // What is nearly half of what is cut off, and all of half where the last bit that stays is odd.
+        let high = self.binary(Bin::I32ShrU, bits, half, site);
+        let odd = self.binary(Bin::I32And, high, one, site);
+        let below_half = self.constant(Ty::I32, 0x7fff);
+        let up = self.binary(Bin::I32Add, odd, below_half, site);
+        let sum = self.binary(Bin::I32Add, bits, up, site);
+        let rounded = self.binary(Bin::I32ShrU, sum, half, site);
+        let nan = self.constant(Ty::I32, 0x7fc0);
+        let is_nan = self.binary(Bin::F32Ne, x, x, site);
+        self.select(is_nan, nan, rounded)
+    }
+
+    /// The item's number in its subgroup.
+    pub(crate) fn lane(&mut self, site: Site) -> Reg {
+        // In its group, counted along x first.
+        let mut number = self.id(Id::Local, Axis::Z);
+        for axis in [Axis::Y, Axis::X] {
+            let (size, own) = (self.id(Id::LocalSize, axis), self.id(Id::Local, axis));
+            number = self.binary(Bin::I32Mul, number, size, site);
+            number = self.binary(Bin::I32Add, number, own, site);
+        }
+        let mask = self.constant(Ty::I32, u64::from(SUBGROUP - 1));
+        self.binary(Bin::I32And, number, mask, site)
+    }
+
     /// Takes so many bytes of the group's shared memory. None if there would be more than the most.
     pub(crate) fn shared(&mut self, bytes: u64, bytes_max: u32, site: Site) -> Option<Reg> {
         let from = self.shared_bytes.next_multiple_of(16);
@@ -175,11 +220,22 @@ impl Assembler {
         true
     }
 
-    /// Whether there may be another exchange of registers, which on a CPU is two barriers.
+    /// Whether there may be another exchange of registers, at which items wait on a CPU.
     pub(crate) fn exchange(&mut self) -> bool {
-        let has_room = self.barriers + 2 <= BARRIERS_MAX;
-        self.barriers += if has_room { 2 } else { 0 };
+        let has_room = self.barriers < BARRIERS_MAX;
+        self.barriers += usize::from(has_room);
         has_room
+    }
+
+    /// What the items of a subgroup do together, if there may be another.
+    pub(crate) fn subgroup(&mut self, op: SubgroupOp, value: Reg, ty: Ty, site: Site) -> Option<Reg> {
+        if self.subgroups >= SUBGROUPS_MAX {
+            return None;
+        }
+        self.subgroups += 1;
+        let to = self.register(ty);
+        self.push(Op::Subgroup { op, to, value, site });
+        Some(to)
     }
 
     /// Assigns several registers at once: none is read after it was written.

@@ -203,7 +203,7 @@ impl BuiltKernel {
 
     /// Compiles it for a CPU.
     pub fn compile_host(&self) -> Result<HostImage, Refusal> {
-        let body = exchange::by_memory(self.body.clone())?;
+        let body = exchange::for_cpu(self.body.clone())?;
         host::emit(&legalize::legalize(body, &self.windows, WindowSizes::FitAccesses))
     }
 }

@@ -229,6 +229,7 @@ impl Facts {
             | Op::Math { .. }
             | Op::Id { .. }
             | Op::Shuffle { .. }
+            | Op::Subgroup { .. }
             | Op::Gpu { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
@@ -263,6 +264,7 @@ impl Facts {
             | Op::Math { .. }
             | Op::Id { .. }
             | Op::Shuffle { .. }
+            | Op::Subgroup { .. }
             | Op::Gpu { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
@@ -303,7 +305,9 @@ impl Facts {
                 | BinaryClass::Divide
                 | BinaryClass::DivideSigned => Nan::default(),
             },
-            Op::Math { .. } | Op::Gpu { .. } => computed,
+            Op::Subgroup { op, value, .. } if op.hands_on() => of(value),
+            Op::Subgroup { to, .. } | Op::Math { to, .. } if !body.ty(*to).is_float() => Nan::default(),
+            Op::Subgroup { .. } | Op::Math { .. } | Op::Gpu { .. } => computed,
             Op::Canonical { .. } => raw,
             Op::Load { to, .. } if body.ty(*to).is_float() => raw,
             Op::Load { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => {
@@ -397,6 +401,7 @@ impl Facts {
             Op::Bin { op, .. } => op.class() == BinaryClass::Copysign,
             // As they are in memory or in the code, or canonical.
             Op::Load { .. } | Op::Const { .. } | Op::Canonical { .. } => true,
+            Op::Subgroup { op, value, .. } => op.hands_on() && !self.is_computed(*value),
             Op::Math { .. }
             | Op::Gpu { .. }
             | Op::Id { .. }

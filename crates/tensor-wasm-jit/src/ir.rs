@@ -9,6 +9,7 @@ use wasm_encoder::Instruction;
 use wasmparser::Operator;
 
 use crate::gpu::GpuOp;
+pub(crate) use crate::subgroup::{REDUCTION_STEPS, Reduction, SUBGROUP_COST, SubgroupOp};
 
 /// The type of a register, or of a kernel's parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -364,12 +365,14 @@ operations! {
 }
 
 operations! {
-    /// Functions of module `kernel` that a device computes in one instruction and Wasm has none for. Each makes a
-    /// float; where that is a NaN, it is the canonical one.
+    /// Functions of module `kernel` that a device computes in one instruction, or two, and Wasm has none for. Where one
+    /// makes a float that is a NaN, it is the canonical one; where it makes a half's bits, they say the same.
     pub(crate) Math {
         FmaF32 "fma_f32" F32 F32 F32 => F32,
         FmaF64 "fma_f64" F64 F64 F64 => F64,
         RsqrtF32 "rsqrt_f32" F32 => F32,
+        F16ToF32 "f16_to_f32" I32 => F32,
+        F32ToF16 "f32_to_f16" F32 => I32,
     }
 }
 
@@ -377,7 +380,7 @@ impl Math {
     pub(crate) fn operands(self) -> usize {
         match self {
             Math::FmaF32 | Math::FmaF64 => 3,
-            Math::RsqrtF32 => 1,
+            Math::RsqrtF32 | Math::F16ToF32 | Math::F32ToF16 => 1,
         }
     }
 
@@ -607,11 +610,19 @@ pub(crate) enum Op {
         site: Site,
     },
     /// What another item of the subgroup has in a register: the one whose number differs in these bits. Every item of
-    /// the group comes here.
+    /// the group comes here, and the group is made of whole subgroups: a host vouches for that.
     Shuffle {
         to: Reg,
         value: Reg,
         mask: u32,
+        site: Site,
+    },
+    /// What the items of a subgroup do together that are at the same function, wherever in the kernel that is. All
+    /// items of the subgroup come to one, to a barrier or to their end before any goes on.
+    Subgroup {
+        op: SubgroupOp,
+        to: Reg,
+        value: Reg,
         site: Site,
     },
     /// Traps unless so many bytes lie in one region; none always do.
@@ -694,7 +705,7 @@ pub(crate) enum Flow {
     Close(Label),
     /// Goes somewhere else, perhaps.
     Leave,
-    /// Every item of the group comes here first.
+    /// Every item of the group, or of the subgroup, comes here first, or somewhere like it.
     Wait,
 }
 
@@ -733,6 +744,7 @@ impl Op {
             | Op::AtomicLoad { to, .. }
             | Op::Atomic { to, .. }
             | Op::Shuffle { to, .. }
+            | Op::Subgroup { to, .. }
             | Op::Canonical { to, .. } => Some(*to),
             Op::Barrier { .. }
             | Op::Gpu { .. }
@@ -784,6 +796,7 @@ impl Op {
             | Op::Select { .. }
             | Op::Id { .. }
             | Op::Shuffle { .. }
+            | Op::Subgroup { .. }
             | Op::Shared { .. }
             | Op::Gpu { .. }
             | Op::Barrier { .. }
@@ -819,7 +832,7 @@ impl Op {
             Op::Branch { .. } | Op::BranchIf { .. } | Op::BranchTable { .. } | Op::Return | Op::Trap { .. } => {
                 Flow::Leave
             }
-            Op::Barrier { .. } => Flow::Wait,
+            Op::Barrier { .. } | Op::Subgroup { .. } => Flow::Wait,
             Op::Const { .. }
             | Op::Move { .. }
             | Op::Un { .. }
@@ -854,6 +867,7 @@ impl Op {
             | Op::AtomicStore { site, .. }
             | Op::Atomic { site, .. }
             | Op::Shuffle { site, .. }
+            | Op::Subgroup { site, .. }
             | Op::Gpu { site, .. }
             | Op::CheckRange { site, .. }
             | Op::Trap { site, .. }
@@ -889,6 +903,7 @@ impl Op {
             | Op::BranchIf { condition: a, .. }
             | Op::BranchTable { index: a, .. } => [Some(*a), None, None],
             Op::Load { at, .. } | Op::AtomicLoad { at, .. } => [Some(at.base), None, None],
+            Op::Subgroup { op, value, .. } => [Some(*value), op.operand(), None],
             Op::Bin { a, b, .. } => [Some(*a), Some(*b), None],
             Op::Store { at, value, .. } | Op::AtomicStore { at, value, .. } => [Some(at.base), Some(*value), None],
             Op::CheckRange { start, count, .. } => [Some(*start), Some(*count), None],
@@ -922,6 +937,11 @@ impl Body {
 
     pub(crate) fn ty(&self, reg: Reg) -> Ty {
         self.types[reg.0 as usize]
+    }
+
+    /// Whether items of a subgroup do something together that others of it may not come to.
+    pub(crate) fn has_subgroups(&self) -> bool {
+        self.ops.iter().any(|op| matches!(op, Op::Subgroup { .. }))
     }
 }
 

@@ -18,7 +18,9 @@
 use crate::facts::{AddressSource, Facts};
 use crate::gpu::COPY_BYTES;
 use crate::groups::{self, AccessGroups};
-use crate::ir::{Address, BinaryClass, Body, Op, Reg, Region, SHARED_ADDRESS, Site, Test, TrapKind, Ty, UnaryClass};
+use crate::ir::{
+    Address, BinaryClass, Body, Op, Reg, Region, SHARED_ADDRESS, SUBGROUP_COST, Site, Test, TrapKind, Ty, UnaryClass,
+};
 
 /// What is known about the sizes of windows before a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,8 +120,9 @@ pub(crate) fn legalize(mut body: Body, windows: &[bool], sizes: WindowSizes) -> 
     let ops = std::mem::take(&mut body.ops);
     let mut legalizer = Legalizer { body, facts, windows, sizes, costs: Vec::with_capacity(ops.len()), cost: 0 };
     for op in ops {
+        let cost = if matches!(op, Op::Subgroup { .. }) { SUBGROUP_COST } else { 1 };
         legalizer.operation(op);
-        legalizer.cost += 1;
+        legalizer.cost += cost;
     }
     let Legalizer { body, facts, mut costs, cost, .. } = legalizer;
     costs.push(cost);
@@ -194,7 +197,7 @@ impl Legalizer<'_> {
                 let at = self.placed_atomic(at, access.bytes, site);
                 self.push(Op::Atomic { op, to, access, at, value, expected, site });
             }
-            Op::Math { .. } => self.assign(op),
+            Op::Math { .. } | Op::Subgroup { .. } => self.assign(op),
             Op::Gpu { mut op, site } => {
                 for address in op.addresses_mut().into_iter().flatten() {
                     *address = self.placed(*address, COPY_BYTES);

@@ -41,6 +41,8 @@ mod math;
 mod pressure;
 #[warn(clippy::wildcard_enum_match_arm)]
 mod ptx;
+#[warn(clippy::wildcard_enum_match_arm)]
+mod subgroup;
 
 pub mod emulate;
 mod image;

@@ -17,6 +17,7 @@ mod gpu;
 mod host;
 mod math;
 mod snapshots;
+mod subgroups;
 
 use std::process::Command;
 

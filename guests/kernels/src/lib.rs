@@ -13,6 +13,10 @@ unsafe extern "C" {
     fn shared(bytes: i32) -> i32;
     fn fma_f32(a: f32, b: f32, c: f32) -> f32;
     fn rsqrt_f32(a: f32) -> f32;
+    fn subgroup_lane() -> i32;
+    fn subgroup_add_f32(value: f32) -> f32;
+    fn subgroup_add_i32(value: i32) -> i32;
+    fn subgroup_ballot(value: i32) -> i32;
 }
 
 #[panic_handler]
@@ -164,5 +168,45 @@ pub unsafe extern "C" fn probe(n: i32, mask: i32, keys: *const u32, table: *cons
             at = (at + 1) & mask as u32;
         };
         *out.add(i as usize) = found;
+    }
+}
+
+/// The sum of each group's elements: every subgroup adds up its own in registers, and the first what they all have.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn sums(n: i32, x: *const f32, out: *mut f32) {
+    unsafe {
+        let of_subgroups = shared(32 * 4) as *mut f32;
+        let (i, own) = (global_id(0), local_id(0) as usize);
+        let sum = subgroup_add_f32(if i < n { *x.add(i as usize) } else { 0.0 });
+        if subgroup_lane() == 0 {
+            *of_subgroups.add(own / 32) = sum;
+        }
+        barrier();
+        if own < 32 {
+            let all = subgroup_add_f32(*of_subgroups.add(own));
+            if own == 0 {
+                *out.add(group_id(0) as usize) = all;
+            }
+        }
+    }
+}
+
+/// Items of a subgroup that part: every other one waits at a barrier before it goes round as often as its number says,
+/// the others after that.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn parted(out: *mut i32) {
+    unsafe {
+        let own = local_id(0);
+        let mut sum = own;
+        if own & 1 == 0 {
+            barrier();
+        }
+        for _ in 0..own % 7 {
+            sum = sum.wrapping_mul(31).wrapping_add(subgroup_add_i32(sum));
+        }
+        if own & 1 == 1 {
+            barrier();
+        }
+        *out.add(global_id(0) as usize) = sum ^ subgroup_ballot(1);
     }
 }

@@ -225,6 +225,43 @@ fn run_computes_saxpy_on_cuda() {
     }
 }
 
+/// Runs a kernel on groups of 96, 33 and 7 items, and returns what it left in the last buffer of so many numbers.
+fn run_in_groups(device: &str, name: &str, args: &[String], per_item: bool) -> Vec<Vec<u8>> {
+    let (files, module) = (Files::new(), guest("kernels.wasm"));
+    let run = |items: usize| {
+        let (block, count) = (items.to_string(), if per_item { 5 * items } else { 5 });
+        let out = format!("out:i32[{count}]={}", files.name("out.bin"));
+        let mut all = vec!["run", module.to_str().unwrap(), "--kernel", name, "--grid", "5", "--block", &block];
+        all.extend(["--device", device]);
+        args.iter().chain([&out]).for_each(|arg| all.extend(["--arg", arg]));
+        let (code, said, errors) = kernel(&all);
+        assert_eq!((code, errors.as_str()), (0, ""), "{said}");
+        std::fs::read(files.path("out.bin")).unwrap()
+    };
+    [96, 33, 7].map(run).to_vec()
+}
+
+#[test]
+fn run_adds_up_groups_by_their_subgroups() {
+    let files = Files::new();
+    // Whole numbers, whose sums are exact; fewer than there are items.
+    let x: Vec<f32> = (0..450).map(|i| (i * i % 101) as f32).collect();
+    let args = ["i32:450".to_owned(), format!("in:{}", files.write("x.bin", bytes(&x)))];
+    let devices = if has_cuda() { &["cpu", "cuda"][..] } else { &["cpu"] };
+    for device in devices {
+        let found = run_in_groups(device, "sums", &args, false);
+        for (items, found) in [96, 33, 7].into_iter().zip(found) {
+            let of = |group: usize| x.iter().skip(group * items).take(items).sum::<f32>();
+            assert_eq!(found, bytes(&(0..5).map(of).collect::<Vec<f32>>()), "{items} items on {device}");
+        }
+    }
+    // Items that part do the same wherever they run.
+    let expected = run_in_groups("cpu", "parted", &[], true);
+    for device in &devices[1..] {
+        assert_eq!(run_in_groups(device, "parted", &[], true), expected);
+    }
+}
+
 #[test]
 fn run_on_cuda_where_there_is_none_says_why() {
     if has_cuda() {

@@ -181,13 +181,21 @@ impl Run<'_> {
                 self.until_it_waits(item)?;
             }
             if items.iter().any(|item| item.stands == Stands::AtWarp) {
-                // Those that a warpgroup does are done by four warps.
-                items.chunks_mut(WARPGROUP).try_for_each(|warpgroup| {
+                for warpgroup in items.chunks_mut(WARPGROUP) {
+                    // Those that a warpgroup does are done by four warps.
                     if self.is_of_warpgroup(warpgroup) {
-                        return self.exchange(warpgroup, WARPGROUP);
+                        self.exchange(warpgroup, WARPGROUP)?;
+                        continue;
                     }
-                    warpgroup.chunks_mut(WARP).try_for_each(|warp| self.exchange(warp, WARP))
-                })?;
+                    for warp in warpgroup.chunks_mut(WARP) {
+                        if !self.among(warp)? {
+                            self.exchange(warp, WARP)?;
+                        }
+                    }
+                }
+                if items.iter().all(|item| item.stands != Stands::Goes) {
+                    return Err("items of a warp wait for others of it that wait elsewhere: for ever".to_owned());
+                }
                 continue;
             }
             for item in items.iter_mut().filter(|item| item.stands == Stands::AtBarrier) {
@@ -370,7 +378,9 @@ impl Run<'_> {
             }
             ["ret" | "exit"] => return Ok(Next::Exit),
             ["barrier", "sync"] => return Ok(Next::Barrier(item.at + 1)),
-            ["shfl" | "mma" | "ldmatrix", "sync", ..] | ["wgmma", ..] => return Ok(Next::Warp),
+            ["shfl" | "vote" | "match" | "mma" | "ldmatrix", "sync" | "any" | "all", ..]
+            | ["wgmma", ..]
+            | ["activemask", "b32"] => return Ok(Next::Warp),
             ["cp", "async", ..] => {
                 self.copy(item, &opcode, operands)?;
                 return Ok(next);
@@ -397,8 +407,6 @@ impl Run<'_> {
                 u64::from(value(self, item, 1)? as u32) | value(self, item, 2)? << 32
             }
             ["fence", ..] => return Ok(next),
-            // Items run one after another here: each is alone in its warp.
-            ["activemask", "b32"] => 1 << self.lane(item),
             ["ld", "param", ty] => {
                 let Some(Operand::Memory(name, 0)) = operands.get(1) else { return Err("which parameter?".to_owned()) };
                 let Operand::Name(name) = name.as_ref() else { return Err("which parameter?".to_owned()) };
@@ -566,6 +574,10 @@ fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
         ["brev", "b64"] => at(0)?.reverse_bits(),
         ["popc", "b32"] => u64::from((at(0)? as u32).count_ones()),
         ["popc", "b64"] => u64::from(at(0)?.count_ones()),
+        ["min", "s32"] => u64::from(((at(0)? as i32).min(at(1)? as i32)).cast_unsigned()),
+        ["max", "s32"] => u64::from(((at(0)? as i32).max(at(1)? as i32)).cast_unsigned()),
+        ["min", "s64"] => (at(0)? as i64).min(at(1)? as i64) as u64,
+        ["max", "s64"] => (at(0)? as i64).max(at(1)? as i64) as u64,
         ["min", "u32"] => u64::from((at(0)? as u32).min(at(1)? as u32)),
         ["max", "u32"] => u64::from((at(0)? as u32).max(at(1)? as u32)),
         ["max", "u64"] => at(0)?.max(at(1)?),
@@ -651,6 +663,13 @@ fn convert(parts: &[&str], bits: u64) -> Option<u64> {
         ["u64", "u32"] => u64::from(bits as u32),
         ["s64", "s32"] => i64::from(bits as u32 as i32) as u64,
         ["f32", "f16"] => from_single(half::f16::from_bits(bits as u16).to_f32()),
+        ["rn", "f16", "f32"] => {
+            let value = half::f16::from_f32(single(bits));
+            // A device's NaN.
+            u64::from(if value.is_nan() { 0x7fff } else { value.to_bits() })
+        }
+        ["u16", "u32"] => bits & 0xffff,
+        ["u32", "u16"] => bits & 0xffff,
         // Ten bits of mantissa are left; ties go away from zero.
         ["rna", "tf32", "f32"] => {
             let is_number = single(bits).is_finite();

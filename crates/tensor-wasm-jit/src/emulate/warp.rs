@@ -6,10 +6,13 @@
 //! shows if somebody looks: no barrier, or no waiting, is a wrong result here as it may be on a device.
 
 use super::parse::{Operand, PtxInstruction};
-use super::{COPY_BYTES, Item, Run, SHARED_AT, WARP, from_single, single};
+use super::{COPY_BYTES, Item, Run, SHARED_AT, Stands, WARP, from_single, single};
 
 /// NaNs, in every float type.
 const POISON: u8 = 0xff;
+
+/// Operands of what lanes do together by their masks.
+const OPERANDS_MAX: usize = 5;
 
 /// Rows of the tiles that are loaded together, and bytes of a row.
 const TILE_ROWS: usize = 8;
@@ -37,7 +40,6 @@ impl Run<'_> {
     pub(super) fn together(&mut self, warp: &mut [Item], instruction: &PtxInstruction) -> Result<(), String> {
         let opcode: Vec<&str> = instruction.opcode.iter().map(String::as_str).collect();
         match opcode.as_slice() {
-            ["shfl", "sync", "bfly", "b32"] => shuffle(warp, instruction),
             ["mma", "sync", "aligned", "m16n8k16", "row", "col", "f32", ty @ ("f16" | "bf16"), other, "f32"]
                 if ty == other =>
             {
@@ -55,6 +57,106 @@ impl Run<'_> {
             }
             _ => Err("it is not something we emit".to_owned()),
         }
+    }
+
+    /// Does what lanes of a warp do together that name those that take part, or that asks who is here. Whether there
+    /// was such an instruction. Lanes wait for all that they name and that have not exited, wherever in the code each
+    /// is at the same instruction with the same lanes.
+    pub(super) fn among(&mut self, warp: &mut [Item]) -> Result<bool, String> {
+        let unit = self.unit;
+        let mut is_any = false;
+        let mut is_done = [false; WARP];
+        for first in 0..warp.len() {
+            if is_done[first] || warp[first].stands != Stands::AtWarp {
+                continue;
+            }
+            let instruction = unit.instructions.get(warp[first].at).ok_or("it ran past its end")?;
+            let name = instruction.opcode.first().map_or("", String::as_str);
+            if !matches!(name, "shfl" | "vote" | "match" | "activemask") {
+                continue;
+            }
+            is_any = true;
+            let lanes = self.lanes_of(&warp[first], instruction)?;
+            let mut here = 0_u32;
+            for (lane, item) in warp.iter().enumerate().filter(|(_, item)| item.stands == Stands::AtWarp) {
+                let Some(own) = unit.instructions.get(item.at) else { continue };
+                let is_with_it = match lanes {
+                    Some(_) => {
+                        let is_same = item.at == warp[first].at || own.opcode == instruction.opcode;
+                        is_same && self.lanes_of(item, own)? == lanes
+                    }
+                    // Whoever is at the very same place, as a device may have it.
+                    None => item.at == warp[first].at,
+                };
+                if is_with_it {
+                    here |= 1 << lane;
+                    is_done[lane] = true;
+                }
+            }
+            if let Some(lanes) = lanes {
+                if here & !lanes != 0 {
+                    return Err(format!("line {}: a lane does it that is not named", instruction.line));
+                }
+                let lives = |lane: &usize| warp.get(*lane).is_some_and(|item| item.stands != Stands::IsOver);
+                let awaited = (0..WARP).filter(lives).fold(0_u32, |all, lane| all | 1 << lane) & lanes;
+                if awaited != here {
+                    continue;
+                }
+            }
+            self.lanes_do(warp, here).map_err(|why| format!("line {}: {why}", instruction.line))?;
+        }
+        Ok(is_any)
+    }
+
+    /// The lanes that an instruction names, if it does: by its last operand.
+    fn lanes_of(&self, item: &Item, instruction: &PtxInstruction) -> Result<Option<u32>, String> {
+        if instruction.opcode.first().is_some_and(|name| name == "activemask") {
+            return Ok(None);
+        }
+        let last = instruction.operands.last().ok_or("which lanes?")?;
+        Ok(Some(self.value(item, last)? as u32))
+    }
+
+    fn lanes_do(&mut self, warp: &mut [Item], here: u32) -> Result<(), String> {
+        let unit = self.unit;
+        let is_here = |lane: usize| lane < WARP && here >> lane & 1 == 1;
+        // What each has, before anybody's result is written.
+        let mut operands = [[0_u64; OPERANDS_MAX]; WARP];
+        for (lane, item) in warp.iter().enumerate().filter(|(lane, _)| is_here(*lane)) {
+            let instruction = unit.instructions.get(item.at).ok_or("it ran past its end")?;
+            for (to, operand) in operands[lane].iter_mut().zip(&instruction.operands) {
+                *to = self.value(item, operand)?;
+            }
+        }
+        let of = |lane: usize, n: usize| operands[lane][n];
+        for (lane, item) in warp.iter_mut().enumerate().filter(|(lane, _)| is_here(*lane)) {
+            let instruction = unit.instructions.get(item.at).ok_or("it ran past its end")?;
+            let opcode: Vec<&str> = instruction.opcode.iter().map(String::as_str).collect();
+            let lanes_where = |holds: &dyn Fn(usize) -> bool| {
+                (0..WARP).filter(|lane| is_here(*lane) && holds(*lane)).fold(0_u32, |all, lane| all | 1 << lane)
+            };
+            let result = match opcode.as_slice() {
+                ["activemask", "b32"] => here,
+                ["shfl", "sync", mode @ ("bfly" | "idx"), "b32"] => {
+                    let operand = of(lane, 2) as usize & (WARP - 1);
+                    let other = if *mode == "bfly" { lane ^ operand } else { operand };
+                    if of(lane, 3) != 31 || !is_here(other) {
+                        return Err(format!("lane {lane} reads lane {other}, which does not take part"));
+                    }
+                    of(other, 1) as u32
+                }
+                ["vote", "sync", "ballot", "b32"] => lanes_where(&|other| of(other, 1) != 0),
+                ["match", "any", "sync", "b32"] => lanes_where(&|other| of(other, 1) as u32 == of(lane, 1) as u32),
+                ["match", "all", "sync", "b32"] => {
+                    let same = lanes_where(&|other| of(other, 1) as u32 == of(lane, 1) as u32);
+                    if same == here { here } else { 0 }
+                }
+                _ => return Err("it is not something we emit".to_owned()),
+            };
+            item.registers[register(instruction, 0)?] = u64::from(result);
+            (item.at, item.stands) = (item.at + 1, Stands::Goes);
+        }
+        Ok(())
     }
 
     /// Products of a warpgroup read shared memory and add to registers as late as they may: when they are waited for.
@@ -223,19 +325,6 @@ fn sums_of(instruction: &PtxInstruction) -> Result<usize, String> {
     let shape = instruction.opcode.get(4).and_then(|shape| shape.strip_prefix("m64n"));
     let columns = shape.and_then(|shape| shape.split('k').next()).and_then(|columns| columns.parse::<usize>().ok());
     columns.map(|columns| columns / 2).ok_or_else(|| "of which shape?".to_owned())
-}
-
-fn shuffle(warp: &mut [Item], instruction: &PtxInstruction) -> Result<(), String> {
-    let [Operand::Register(to), Operand::Register(from), Operand::Immediate(mask), ..] = instruction.operands[..]
-    else {
-        return Err("what is exchanged?".to_owned());
-    };
-    let values: Vec<u64> = warp.iter().map(|item| u64::from(item.registers[from] as u32)).collect();
-    for (lane, item) in warp.iter_mut().enumerate() {
-        let other = lane ^ mask as usize;
-        item.registers[to] = *values.get(other).ok_or("there is no such item in a warp")?;
-    }
-    Ok(())
 }
 
 /// `D = A * B + C`, of 16 rows and 8 columns; the depth is 8 times the elements that a register has of one row.

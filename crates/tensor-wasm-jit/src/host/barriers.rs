@@ -1,6 +1,7 @@
 //! Barriers on a CPU. A work item that comes to one stores what it still needs and leaves the function; when every
 //! other item of its group has come to a barrier or to its end, it is called again and finds its way back: control flow
-//! that does not lead to its barrier is skipped, and branches on the way are taken whatever their conditions were.
+//! that does not lead to its barrier is skipped, and branches on the way are taken whatever their conditions were. What
+//! the items of a subgroup do together (`subgroups.rs`) is a barrier here, from which they go on first.
 
 use std::collections::HashMap;
 
@@ -9,9 +10,11 @@ use wasm_encoder::{BlockType, Instruction, MemArg};
 use super::emit::HostEmitter;
 use super::locals::Locals;
 use super::memory::{OWN, store};
-use crate::ir::{Access, Body, Flow, Op, Reg};
+use super::subgroups::HEAD_BYTES;
+use crate::ir::{Access, Body, Flow, Reg, SubgroupOp};
 
-/// A context begins with the number of the barrier an item waits at, 0 for one that has not begun.
+/// A context begins with the number of the barrier an item waits at, 0 for one that has not begun. Registers follow, of
+/// kernels with functions of subgroups after what those need.
 pub(super) const DONE: i32 = -1;
 const SAVED_AT: u32 = 8;
 
@@ -34,6 +37,8 @@ pub(super) struct Barriers {
     /// Stretches of plain operations, by where they begin, that are skipped on the way to a barrier after them; and
     /// where they end.
     skipped: HashMap<usize, usize>,
+    /// Where registers are in a context.
+    saved_at: u32,
 }
 
 struct BarrierScope {
@@ -48,8 +53,9 @@ struct BarrierScope {
 
 impl Barriers {
     pub(super) fn of(body: &Body) -> Barriers {
-        let mut barriers = Barriers::default();
-        if !body.ops.iter().any(|op| matches!(op, Op::Barrier { .. })) {
+        let saved_at = if body.has_subgroups() { HEAD_BYTES } else { SAVED_AT };
+        let mut barriers = Barriers { saved_at, ..Barriers::default() };
+        if !has_any(body) {
             return barriers;
         }
         let mut count = 1;
@@ -114,12 +120,17 @@ impl Barriers {
     /// What an item has to remember at most.
     pub(super) fn context_bytes(&self, body: &Body, locals: &Locals) -> u32 {
         let most = self.numbers.keys().map(|at| locals.live_across(body, *at).count()).max().unwrap_or(0);
-        SAVED_AT + 8 * u32::try_from(most).unwrap_or(u32::MAX / 16)
+        self.saved_at + 8 * u32::try_from(most).unwrap_or(u32::MAX / 16)
     }
 
     pub(super) fn are_none(&self) -> bool {
         self.numbers.is_empty()
     }
+}
+
+/// Whether items of a kernel wait for each other.
+pub(super) fn has_any(body: &Body) -> bool {
+    body.ops.iter().any(|op| op.flow() == Flow::Wait)
 }
 
 impl HostEmitter<'_> {
@@ -169,15 +180,19 @@ impl HostEmitter<'_> {
         self.put(Instruction::Select);
     }
 
-    /// Leaves the function, or comes back into it.
-    pub(super) fn barrier(&mut self, n: usize) {
+    /// Leaves the function, or comes back into it: at a barrier, or at what a subgroup does together.
+    pub(super) fn barrier(&mut self, n: usize, together: Option<(SubgroupOp, Reg, Reg)>) {
         let number = self.barriers.numbers.get(&n).copied().unwrap_or(0).cast_signed();
         let live: Vec<Reg> = self.locals.live_across(self.body, n).collect();
-        let place = |k: usize| MemArg { offset: u64::from(SAVED_AT) + 8 * k as u64, align: 3, memory_index: OWN };
+        let saved_at = u64::from(self.barriers.saved_at);
+        let place = |k: usize| MemArg { offset: saved_at + 8 * k as u64, align: 3, memory_index: OWN };
         let whole = |emitter: &Self, reg: Reg| Access { bytes: emitter.body.ty(reg).bytes(), is_signed: false };
         self.local_get(self.own.resume);
         self.put(Instruction::I32Eqz);
         self.open(Instruction::If(BlockType::Empty), None);
+        if let Some((op, _, value)) = together {
+            self.leave_for_subgroup(op, value);
+        }
         for (k, reg) in live.iter().enumerate() {
             self.local_get(self.own.context);
             self.get(*reg);
@@ -205,6 +220,9 @@ impl HostEmitter<'_> {
         }
         self.i32(0);
         self.local_set(self.own.resume);
+        if let Some((op, to, value)) = together {
+            self.take_from_subgroup(op, to, value);
+        }
         if !is_alone {
             self.close();
         }

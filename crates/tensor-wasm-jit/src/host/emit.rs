@@ -7,6 +7,7 @@ use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 use super::barriers::{Barriers, DONE};
 use super::locals::Locals;
 use super::memory::{AccessKind, OWN, load};
+use super::subgroups::{AT_FUNCTION, SubgroupLocals};
 use super::{CALL, OwnMemory, POLL};
 use crate::facts::Facts;
 use crate::image::RECORD;
@@ -41,14 +42,14 @@ pub(super) struct ReservedLocals {
     /// The first item's number in the launch, of this group.
     base: [u32; 3],
     /// The item's number in its group, and how many there are.
-    number: u32,
-    count: u32,
+    pub number: u32,
+    pub count: u32,
     left: u32,
     /// Operations until the next poll.
     fuel: u32,
     site: u32,
     kind: u32,
-    which: u32,
+    pub which: u32,
     pub offset: u32,
     pub found: u32,
     pub stack: u32,
@@ -56,6 +57,7 @@ pub(super) struct ReservedLocals {
     pub context: u32,
     pub resume: u32,
     pub waiting: u32,
+    pub subgroups: Option<SubgroupLocals>,
 }
 
 pub(super) struct HostEmitter<'b> {
@@ -122,6 +124,7 @@ pub(super) fn run(legal: &Legal, plan: &OwnMemory) -> (Function, u32) {
         context: i32s(),
         resume: i32s(),
         waiting: i32s(),
+        subgroups: body.has_subgroups().then(|| SubgroupLocals { turn: i32s(), is_meeting: i32s(), had_met: i32s() }),
         left: locals.own(ValType::I64),
         found: locals.own(ValType::I64),
     };
@@ -528,6 +531,9 @@ impl HostEmitter<'_> {
         self.local_get(self.own.context);
         self.i32(0);
         self.put(Instruction::I32Store(state));
+        if self.own.subgroups.is_some() {
+            self.empty_places();
+        }
         self.next_context();
         self.local_get(self.own.number);
         self.i32(1);
@@ -545,7 +551,25 @@ impl HostEmitter<'_> {
             self.put(Instruction::I32Mul);
             self.put(Instruction::MemoryFill(OWN));
         }
+        if let Some(own) = self.own.subgroups {
+            for local in [own.turn, own.is_meeting] {
+                self.i32(0);
+                self.local_set(local);
+            }
+        }
         self.open_as(Instruction::Loop(BlockType::Empty), BranchTarget::Phases);
+        if let Some(own) = self.own.subgroups {
+            self.local_get(own.turn);
+            self.i32(1);
+            self.put(Instruction::I32Add);
+            self.local_set(own.turn);
+            self.local_get(own.is_meeting);
+            self.local_set(own.had_met);
+            for local in [own.is_meeting, self.own.number] {
+                self.i32(0);
+                self.local_set(local);
+            }
+        }
         self.i32(0);
         self.local_set(self.own.waiting);
         self.load_call(CALL.contexts, self.own.context);
@@ -583,6 +607,9 @@ impl HostEmitter<'_> {
             let depth = self.depth(BranchTarget::Turn);
             self.put(Instruction::BrIf(depth));
         }
+        if let Some(own) = self.own.subgroups {
+            self.stay_at_barrier(own);
+        }
         self.open_as(Instruction::Block(BlockType::Empty), BranchTarget::Item);
         let body = self.body;
         if !has_barriers {
@@ -600,6 +627,12 @@ impl HostEmitter<'_> {
             self.put(Instruction::I32Store(state));
         }
         self.close();
+        if self.own.subgroups.is_some() {
+            self.local_get(self.own.number);
+            self.i32(1);
+            self.put(Instruction::I32Add);
+            self.local_set(self.own.number);
+        }
         if has_barriers {
             self.next_context();
             self.local_get(self.own.stack);
@@ -618,6 +651,21 @@ impl HostEmitter<'_> {
             self.put(Instruction::BrIf(depth));
             self.close();
         }
+    }
+
+    /// An item at a barrier stays there for as long as others meet at functions of subgroups.
+    fn stay_at_barrier(&mut self, own: SubgroupLocals) {
+        self.local_get(own.had_met);
+        self.open(Instruction::If(BlockType::Empty), None);
+        self.local_get(self.own.context);
+        self.put(Instruction::I32Load(word(AT_FUNCTION)));
+        self.put(Instruction::I32Eqz);
+        self.open(Instruction::If(BlockType::Empty), None);
+        self.i32(1);
+        self.local_set(self.own.waiting);
+        self.suspend();
+        self.close();
+        self.close();
     }
 
     /// The stack of the item before was another's.
@@ -676,8 +724,9 @@ impl HostEmitter<'_> {
                 self.i32(SHARED_ADDRESS.cast_signed());
                 self.set(*to);
             }
-            Op::Barrier { .. } => self.barrier(n),
-            // By way of memory: `exchange.rs` has left none, and refuses what only a GPU does.
+            Op::Barrier { .. } => self.barrier(n, None),
+            Op::Subgroup { op, to, value, .. } => self.barrier(n, Some((*op, *to, *value))),
+            // Those of whole subgroups wait too: `exchange.rs` has left none, and refuses what only a GPU does.
             Op::Shuffle { .. } | Op::Gpu { .. } => {}
             Op::Load { to, access, at, site } => {
                 self.access(n, AccessKind::Load { to: *to, access: *access }, *at, *site)
@@ -847,7 +896,13 @@ impl HostEmitter<'_> {
                 self.put(Instruction::F32Div);
                 self.set(to);
             }
+            Math::F16ToF32 => self.widen_half(to, operands[0]),
+            Math::F32ToF16 => self.round_to_half(to, operands[0]),
         }
+    }
+
+    pub(super) fn all(&mut self, instructions: &[Instruction<'static>]) {
+        self.code.extend(instructions.iter().cloned());
     }
 
     fn push_id(&mut self, id: Id, axis: Axis) {

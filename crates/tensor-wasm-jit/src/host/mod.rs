@@ -8,13 +8,16 @@
 //! called with, trap records, the group's shared memory, constant data, the stacks of work items, and what work items
 //! that wait at a barrier have to remember.
 //!
-//! `locals.rs` gives registers their locals, `emit.rs` has an arm for each operation, `memory.rs` the fence,
-//! `barriers.rs` the way back into the middle of a function.
+//! `locals.rs` gives registers their locals, `emit.rs` has an arm for each operation (`halves.rs` for those on
+//! halves), `memory.rs` the fence, `barriers.rs` the way back into the middle of a function, `subgroups.rs` what items
+//! that wait do together.
 
 mod barriers;
 mod emit;
+mod halves;
 mod locals;
 mod memory;
+mod subgroups;
 
 use wasm_encoder::{
     CodeSection, ConstExpr, CustomSection, DataSection, EntityType, ExportKind, ExportSection, Function,
@@ -22,9 +25,10 @@ use wasm_encoder::{
 };
 
 use crate::image::Param;
-use crate::ir::{Body, Op, SHARED_ADDRESS, Ty};
+use crate::ir::{Body, SHARED_ADDRESS, Ty};
 use crate::legalize::{Legal, Lookup};
 use crate::refusal::{Refusal, SourceLocation};
+use subgroups::{SCRATCH_BYTES, SubgroupHelper};
 
 /// Where a thread's own memory has what it is called with. All numbers are little-endian.
 #[derive(Debug, Clone, Copy)]
@@ -152,6 +156,8 @@ impl HostLayout {
 struct OwnMemory {
     data: u32,
     shared: u32,
+    /// Where values of a subgroup are put together.
+    scratch: u32,
     fixed_bytes: u32,
 }
 
@@ -160,7 +166,9 @@ impl OwnMemory {
         let size = |bytes: usize| u32::try_from(bytes).unwrap_or(u32::MAX);
         let data = CALL.params + CALL.param_bytes * size(body.params.len());
         let shared = (data + size(body.data.len())).next_multiple_of(16);
-        OwnMemory { data, shared, fixed_bytes: (shared + body.shared_bytes).next_multiple_of(64) }
+        let scratch = (shared + body.shared_bytes).next_multiple_of(16);
+        let scratch_bytes = if body.has_subgroups() { SCRATCH_BYTES } else { 0 };
+        OwnMemory { data, shared, scratch, fixed_bytes: (scratch + scratch_bytes).next_multiple_of(64) }
     }
 }
 
@@ -180,13 +188,15 @@ pub(crate) fn emit(legal: &Legal) -> Result<HostImage, Refusal> {
         fixed_bytes: plan.fixed_bytes,
         stack_bytes: body.stack_bytes,
         context_bytes,
-        has_barriers: body.ops.iter().any(|op| matches!(op, Op::Barrier { .. })),
+        has_barriers: barriers::has_any(body),
         shared_bytes: body.shared_bytes,
         windows_from: body.windows_from(),
         windows_to: SHARED_ADDRESS,
     };
     let finds = Lookup::ALL.map(|lookup| memory::find(legal, lookup, &plan));
-    let wasm = assemble(body, &plan, &layout, &run, &finds);
+    let helpers: Vec<Function> =
+        SubgroupHelper::all(body).into_iter().map(|helper| helper.function(&plan, context_bytes)).collect();
+    let wasm = assemble(body, &plan, &layout, &run, &finds, &helpers);
     Ok(HostImage { name: body.name.clone(), wasm, layout, sites: body.sites.clone() })
 }
 
@@ -204,13 +214,26 @@ fn find_number(lookup: Lookup) -> u32 {
     }
 }
 
+/// A function that computes what the items of a subgroup do together.
+fn subgroup_number(helper: usize) -> u32 {
+    RUN + 1 + u32::try_from(Lookup::ALL.len() + helper).unwrap_or(0)
+}
+
 /// Engines refuse functions that are longer than this.
 const FUNCTION_BYTES_MAX: usize = 7 << 20;
 
-fn assemble(body: &Body, plan: &OwnMemory, layout: &HostLayout, run: &Function, finds: &[Function]) -> Vec<u8> {
+fn assemble(
+    body: &Body,
+    plan: &OwnMemory,
+    layout: &HostLayout,
+    run: &Function,
+    finds: &[Function],
+    helpers: &[Function],
+) -> Vec<u8> {
     let mut types = TypeSection::new();
     types.ty().function([], [ValType::I32]);
     types.ty().function([ValType::I64, ValType::I64, ValType::I32], [ValType::I64]);
+    types.ty().function(SubgroupHelper::params(), [ValType::I64]);
     let mut imports = ImportSection::new();
     let windows =
         MemoryType { minimum: 1, maximum: Some(1 << 16), memory64: false, shared: true, page_size_log2: None };
@@ -221,6 +244,9 @@ fn assemble(body: &Body, plan: &OwnMemory, layout: &HostLayout, run: &Function, 
     for _ in finds {
         functions.function(1);
     }
+    for _ in helpers {
+        functions.function(2);
+    }
     let mut memories = MemorySection::new();
     let minimum = u64::from(plan.fixed_bytes).div_ceil(1 << 16).max(1);
     memories.memory(MemoryType { minimum, maximum: None, memory64: false, shared: false, page_size_log2: None });
@@ -228,8 +254,8 @@ fn assemble(body: &Body, plan: &OwnMemory, layout: &HostLayout, run: &Function, 
     exports.export("run", ExportKind::Func, RUN).export("own", ExportKind::Memory, 1);
     let mut code = CodeSection::new();
     code.function(run);
-    for find in finds {
-        code.function(find);
+    for function in finds.iter().chain(helpers) {
+        code.function(function);
     }
     let mut module = Module::new();
     module.section(&types).section(&imports).section(&functions).section(&memories).section(&exports).section(&code);

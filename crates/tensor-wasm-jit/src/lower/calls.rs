@@ -1,5 +1,6 @@
 //! Calls: of other functions, which are inlined, of imports, and through the table.
 
+use super::subgroups::SubgroupFunction;
 use super::{Frame, Lower};
 use crate::assemble::{BARRIERS_MAX, KnownValue, SHARED_BYTES_MAX};
 use crate::ir::{Id, Label, Math, Op, Site, TrapKind, Ty, Un};
@@ -17,11 +18,17 @@ fn signature(name: &str) -> Option<(Types, Types)> {
     if let Some(function) = TypedFunction::named(name) {
         return Some((vec![Some(function.ty); function.operands()], vec![Some(function.ty)]));
     }
+    if let Some(function) = SubgroupFunction::named(name) {
+        let (params, result) = function.signature();
+        return Some((params.into_iter().map(Some).collect(), vec![Some(result)]));
+    }
     match name {
         "barrier" => Some((Vec::new(), Vec::new())),
         "shared" => Some((vec![Some(Ty::I32)], vec![Some(Ty::I32)])),
         "sqrt_f32" => Some((vec![Some(Ty::F32)], vec![Some(Ty::F32)])),
         "sqrt_f64" | "rsqrt_f64" => Some((vec![Some(Ty::F64)], vec![Some(Ty::F64)])),
+        "bf16_to_f32" => Some((vec![Some(Ty::I32)], vec![Some(Ty::F32)])),
+        "f32_to_bf16" => Some((vec![Some(Ty::F32)], vec![Some(Ty::I32)])),
         _ => Id::named(name).map(|_| (vec![Some(Ty::I32)], vec![Some(Ty::I32)])),
     }
 }
@@ -77,6 +84,9 @@ impl Lower<'_, '_> {
             frame.operands.push(to);
             return Ok(());
         }
+        if let Some(function) = SubgroupFunction::named(name) {
+            return self.subgroup(frame, function);
+        }
         match name {
             "barrier" => {
                 let site = self.site(frame);
@@ -103,6 +113,12 @@ impl Lower<'_, '_> {
             "rsqrt_f64" => {
                 let (x, site) = (frame.pop(), self.site(frame));
                 let to = self.asm.rsqrt_double(x, site);
+                frame.operands.push(to);
+            }
+            "bf16_to_f32" | "f32_to_bf16" => {
+                let (x, site) = (frame.pop(), self.site(frame));
+                let widens = name == "bf16_to_f32";
+                let to = if widens { self.asm.widen_bfloat(x, site) } else { self.asm.round_to_bfloat(x, site) };
                 frame.operands.push(to);
             }
             _ => return unknown(self.place(frame)),

@@ -7,6 +7,7 @@
 //! between several.
 
 mod calls;
+mod subgroups;
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;

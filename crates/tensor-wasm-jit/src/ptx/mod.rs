@@ -7,6 +7,7 @@
 //!   windows and traps at once (`memory.rs`). Counted loops are checked before they begin (`counted.rs`).
 //! - Loops pay for their iterations and poll now and then: whether the launch has run for too long, or was stopped
 //!   (`control.rs`).
+//! - Items of a subgroup agree on who does something together before they do it, unless all are there (`subgroups.rs`).
 //! - A trap writes one record for the launch and ends the work item.
 //!
 //! A kernel that a host built and vouches for has none of this: its windows are addresses, and that is all.
@@ -24,6 +25,7 @@ mod control;
 mod counted;
 mod gpu;
 mod memory;
+mod subgroups;
 mod table;
 
 use std::collections::{HashMap, HashSet};
@@ -327,7 +329,7 @@ impl PtxEmitter<'_> {
                 match word.as_str() {
                     "D" => line.push_str(to),
                     "A" | "B" | "C" => line.push_str(operands[usize::from(word.as_bytes()[0] - b'A')]),
-                    "T" | "S" | "U" | "V" | "F" | "G" | "Q" => {
+                    "T" | "S" | "U" | "V" | "F" | "G" | "Q" | "H" => {
                         let letter = word.chars().next().unwrap_or('T');
                         let found = own.iter().find(|(own, _)| *own == letter).map(|(_, name)| name.clone());
                         let name = found.unwrap_or_else(|| {
@@ -336,6 +338,7 @@ impl PtxEmitter<'_> {
                                 'U' | 'V' => 1,
                                 'F' => 2,
                                 'G' => 3,
+                                'H' => 6,
                                 _ => 4,
                             };
                             let name = self.temp(kind);
@@ -427,7 +430,11 @@ impl PtxEmitter<'_> {
             }
             Op::Barrier { .. } => {
                 self.check_limits();
-                put!(self, "barrier.sync 0;");
+                if self.body.has_subgroups() {
+                    self.barrier_among_subgroups();
+                } else {
+                    put!(self, "barrier.sync 0;");
+                }
             }
             Op::Load { to, access, at, site } => self.load(*to, *access, *at, *site),
             Op::Store { access, at, value, site } => self.store(*access, *at, *value, *site),
@@ -447,7 +454,11 @@ impl PtxEmitter<'_> {
                 let target = self.atomic_target(*at, access.bytes, *site);
                 self.read_modify_write(*op, *to, *access, &target, *value, *expected);
             }
-            Op::Shuffle { to, value, mask, .. } => self.shuffle(*to, *value, *mask),
+            Op::Shuffle { to, value, mask, .. } => {
+                let (ty, to, value) = (self.body.ty(*to), self.reg(*to), self.reg(*value));
+                self.exchange("bfly", ty, &to, &value, &mask.to_string(), "-1");
+            }
+            Op::Subgroup { op, to, value, .. } => self.subgroup(*op, *to, *value),
             Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
             Op::Gpu { op, .. } => self.gpu(op),
             Op::Fence => put!(self, "fence.sc.gpu;"),
@@ -506,20 +517,6 @@ impl PtxEmitter<'_> {
                 put!(self, "ret;");
             }
         }
-    }
-
-    /// Registers of 64 bits are exchanged by halves.
-    fn shuffle(&mut self, to: Reg, value: Reg, mask: u32) {
-        let (ty, to, value) = (self.body.ty(to), self.reg(to), self.reg(value));
-        if ty.bytes() == 4 {
-            put!(self, "shfl.sync.bfly.b32 {to}, {value}, {mask}, 31, -1;");
-            return;
-        }
-        let (low, high) = (self.b32(), self.b32());
-        put!(self, "mov.b64 {{{low}, {high}}}, {value};");
-        put!(self, "shfl.sync.bfly.b32 {low}, {low}, {mask}, 31, -1;");
-        put!(self, "shfl.sync.bfly.b32 {high}, {high}, {mask}, 31, -1;");
-        put!(self, "mov.b64 {to}, {{{low}, {high}}};");
     }
 
     fn test(&mut self, condition: Reg) -> String {

@@ -4,8 +4,8 @@
 
 use crate::ir::{Bin, Math, Un};
 
-/// What an operation is in PTX. `D` is what it assigns, `A` and `B` are its operands; `T`, `S`, `U`, `V`, `F`, `G` and
-/// `Q` are registers of its own, of 32, 32, 64 and 64 bits, floats of 32 and 64 bits, and a predicate.
+/// What an operation is in PTX. `D` is what it assigns, `A` and `B` are its operands; `T`, `S`, `U`, `V`, `F`, `G`,
+/// `H` and `Q` are registers of its own, of 32, 32, 64 and 64 bits, floats of 32 and 64 bits, 16 bits, and a predicate.
 pub(super) fn unary(op: Un) -> &'static str {
     match op {
         Un::I32Clz => "clz.b32 D, A;",
@@ -168,5 +168,8 @@ pub(super) fn math(op: Math) -> &'static str {
         Math::FmaF64 => "fma.rn.f64 D, A, B, C;",
         // At most 2 ulp from the truth; rounded to the last bit it takes seven times as long.
         Math::RsqrtF32 => "rsqrt.approx.f32 D, A;",
+        Math::F16ToF32 => "cvt.u16.u32 H, A; cvt.f32.f16 D, H;",
+        // A device's own NaN has all its bits set.
+        Math::F32ToF16 => "cvt.rn.f16.f32 H, A; cvt.u32.u16 T, H; setp.nan.f32 Q, A, A; selp.b32 D, 0x7e00, T, Q;",
     }
 }

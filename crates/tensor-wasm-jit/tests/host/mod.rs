@@ -1,7 +1,7 @@
 //! Kernels on the CPU, for the tests of this crate: what an engine has to do to run an image, as simply as possible.
 
-use tensor_wasm_jit::{CALL, HostImage, RECORD, Trap};
-use wasmtime::{Config, Engine, Func, Instance, MemoryType, Module, SharedMemory, Store};
+use tensor_wasm_jit::{CALL, HostImage, RECORD, Trap, TrapKind};
+use wasmtime::{Caller, Config, Engine, Func, Instance, MemoryType, Module, SharedMemory, Store};
 
 /// An address space, all of which can be touched: nothing but the fence keeps a kernel from it.
 pub(crate) struct Host {
@@ -36,10 +36,27 @@ impl Host {
         module: &Module,
         groups: [u32; 3],
         items: [u32; 3],
-        mut args: Vec<HostArg<'_>>,
+        args: Vec<HostArg<'_>>,
     ) -> Option<Trap> {
-        let mut store = Store::new(&self.engine, ());
-        let poll = Func::wrap(&mut store, || 0);
+        self.run_within(image, module, groups, items, args, u32::MAX)
+    }
+
+    /// The same until it has polled so often: then its deadline has passed.
+    pub(crate) fn run_within(
+        &self,
+        image: &HostImage,
+        module: &Module,
+        groups: [u32; 3],
+        items: [u32; 3],
+        mut args: Vec<HostArg<'_>>,
+        polls: u32,
+    ) -> Option<Trap> {
+        let mut store = Store::new(&self.engine, polls);
+        let poll = Func::wrap(&mut store, |mut caller: Caller<'_, u32>| {
+            let left = caller.data().saturating_sub(1);
+            *caller.data_mut() = left;
+            if left == 0 { TrapKind::Deadline as u32 } else { 0 }
+        });
         let instance = Instance::new(&mut store, module, &[self.windows.clone().into(), poll.into()]).unwrap();
         let own = instance.get_memory(&mut store, "own").unwrap();
         let (bytes, stacks, contexts) = image.layout.memory(items.iter().product());

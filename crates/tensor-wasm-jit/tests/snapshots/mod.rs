@@ -39,7 +39,7 @@ fn kernels_become_what_their_snapshots_say() {
 fn shown(ptx: &str) -> String {
     let code = ptx.split("%kind, %site, %which;\n").nth(1).unwrap_or(ptx);
     let code = code.split("BEGIN:\n").last().unwrap_or(code);
-    let is_aside = |line: &str| line.ends_with(':') && line.starts_with(['P', 'U', 'B', 'T']) || line == "LATE:";
+    let is_aside = |line: &str| line.ends_with(':') && line.starts_with(['P', 'U', 'B', 'T', 'W']) || line == "LATE:";
     let lines = code.lines().take_while(|line| !is_aside(line));
     lines.map(|line| format!(";; {}\n", line.replace('\t', "    "))).collect()
 }
