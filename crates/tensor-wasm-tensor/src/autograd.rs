@@ -355,6 +355,10 @@ fn pull_back_attention(
     parts
 }
 
+/// Bytes of keys' and values' gradients together: they are one buffer, and those of a kernel have 32 bits of addresses.
+/// Two that are larger may fit one by one, as they are composed.
+const PACKED_BYTES_MAX: usize = u32::MAX as usize;
+
 /// Those of operands that gradients flow to, by kernels.
 fn attention_kernels(
     is_causal: bool,
@@ -386,6 +390,7 @@ fn attention_kernels(
     let packed = (keys.requires_grad() || values.requires_grad())
         .then(|| Shape::new(&[start + value_shape.numel()]))
         .flatten()
+        .filter(|shape| shape.numel().saturating_mul(dtype.size()) <= PACKED_BYTES_MAX)
         .map(|shape| gradient(AttentionInput::KeysAndValues, shape));
     let part = |tensor: &Tensor, start: usize, shape: Shape| {
         let packed = packed.as_ref().filter(|_| tensor.requires_grad())?;

@@ -39,6 +39,14 @@ pub fn graphs_made() -> u64 {
 #[derive(Default)]
 pub(crate) struct CudaKernels(Mutex<Option<PlanState>>);
 
+/// A plan's launches as they were recorded.
+struct PlanGraph {
+    graph: Graph,
+    /// For each argument of each launch which of the run's buffers it is. Leaves may share one, others in each run:
+    /// that all buffers lie where they lay does not say that each is what it was.
+    buffers: Vec<u16>,
+}
+
 /// What a plan keeps on the device between two runs.
 struct PlanState {
     device: CudaDevice,
@@ -47,7 +55,7 @@ struct PlanState {
     /// Flags, and then the numbers that come with each run.
     words: CudaBuffer,
     written: Vec<u8>,
-    graphs: Vec<Graph>,
+    graphs: Vec<PlanGraph>,
     runs: usize,
     /// What [`super::set_tf32`] said when it was lowered.
     is_tf32: bool,
@@ -253,6 +261,7 @@ impl PlanState {
         };
         let missing = || ErrorKind::Bug { why: "a buffer of a plan is not there".to_owned() };
         let mut handles: Vec<Handle> = Vec::new();
+        let mut buffers: Vec<u16> = Vec::new();
         let mut all: Vec<Params> = Vec::with_capacity(self.lowered.launches.len());
         for launch in &self.lowered.launches {
             let mut params = Vec::with_capacity(launch.arguments.len());
@@ -265,7 +274,9 @@ impl PlanState {
                     LaunchArgument::Flags => (words, 0),
                     LaunchArgument::Workspace => (workspace.ok_or_else(missing)?, 0),
                 };
-                if !handles.contains(&handle) {
+                let known = handles.iter().position(|known| *known == handle);
+                buffers.push(u16::try_from(known.unwrap_or(handles.len())).unwrap_or(u16::MAX));
+                if known.is_none() {
                     handles.push(handle);
                 }
                 params.push(Param::Buffer { handle, offset });
@@ -300,7 +311,7 @@ impl PlanState {
             last.ok_or_else(missing)?
         } else {
             let mut found = None;
-            for graph in &self.graphs {
+            for PlanGraph { graph, .. } in self.graphs.iter().filter(|recorded| recorded.buffers == buffers) {
                 found = device.when_possible(|stream| stream.replay_over(graph, &handles, &overwritten))?;
                 if found.is_some() {
                     break;
@@ -314,7 +325,7 @@ impl PlanState {
                     let graph = device.when_possible(record)?;
                     GRAPHS_MADE.set(GRAPHS_MADE.get() + 1);
                     let sent = device.when_possible(|stream| stream.replay_over(&graph, &handles, &overwritten))?;
-                    self.graphs.insert(0, graph);
+                    self.graphs.insert(0, PlanGraph { graph, buffers });
                     self.graphs.truncate(GRAPHS_MAX);
                     sent.ok_or_else(missing)?
                 }

@@ -157,7 +157,7 @@ impl CudaPlan {
                 continue;
             };
             let at_node = |what: ErrorKind| (step.node(), what);
-            check_sizes(step).map_err(at_node)?;
+            check_sizes(plan, step).map_err(at_node)?;
             let by_library = by_library(device, &halved, n).ok();
             let is_needed = is_product_needed(&halved, n);
             steps.push(lower(step, by_library, is_needed, device.target()).map_err(at_node)?);
@@ -336,7 +336,7 @@ fn lower(
     }
 }
 
-fn check_sizes(step: &Step) -> Result<(), ErrorKind> {
+fn check_sizes(plan: &Plan, step: &Step) -> Result<(), ErrorKind> {
     let too_large = |what: String| {
         let why = format!("{what}: a kernel goes over fewer than 2^31 elements, of buffers of less than 4 GiB");
         Err(ErrorKind::Device { why })
@@ -354,7 +354,10 @@ fn check_sizes(step: &Step) -> Result<(), ErrorKind> {
             return too_large(format!("a tensor of shape {}", view.layout.shape));
         }
     }
-    Ok(())
+    match step.writes().find(|slot| slot_bytes(plan, *slot) > BYTES_MAX) {
+        Some(slot) => too_large(format!("a tensor of shape {}", plan.slots[slot].shape)),
+        None => Ok(()),
+    }
 }
 
 /// Whether integers are divided: elements decide if that can be computed.
@@ -391,7 +394,7 @@ fn taken_leaf(plan: &Plan, slot: usize) -> Option<usize> {
 }
 
 fn slot_bytes(plan: &Plan, slot: usize) -> usize {
-    plan.slots[slot].shape.numel() * plan.slots[slot].dtype.size()
+    plan.slots[slot].shape.numel().saturating_mul(plan.slots[slot].dtype.size())
 }
 
 /// A kernel on the device, and how much shared memory its launches ask for.

@@ -479,6 +479,38 @@ fn a_plan_that_runs_again_is_replayed() {
     assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
 }
 
+/// Leaves that lie in one buffer, and others of the same shapes that lie in another: a graph is of the one or the other.
+#[test]
+fn a_graph_is_replayed_only_with_each_buffer_in_its_role() {
+    let run = || {
+        let of = |from: i64| {
+            let made = Tensor::arange(from, from + 64, 1, DType::I64).cast(DType::F32).reshape(&[8, 8]) / 64.0;
+            made.realize().unwrap();
+            made
+        };
+        let (a, b) = (of(0), of(100));
+        let (at, bt) = (a.t(), b.t());
+        Tensor::realize_all(&[&at, &bt]).unwrap();
+        let of = |z: &Tensor| (a.matmul(&b).softmax(1).matmul(z)).to_f64().unwrap();
+        [&at, &at, &at, &bt, &at, &bt, &bt].map(of)
+    };
+    let (here, there) = (run(), with_device(&DEVICE, run));
+    for (n, (here, there)) in here.iter().zip(&there).enumerate() {
+        assert!(here.iter().zip(there).all(|(a, b)| is_close(*a, *b, 1e-5)), "run {n}: {here:?} {there:?}");
+    }
+}
+
+#[test]
+fn what_is_too_large_for_a_kernel_is_refused_before_it_is_allocated() {
+    let Place::Cuda(cuda) = &*DEVICE else { panic!("it is no GPU") };
+    let used = cuda.used_bytes();
+    for (shape, dtype) in [(&[1_100_000_000][..], DType::F32), (&[40_000, 20_000], DType::F64)] {
+        let error = with_device(&DEVICE, || Tensor::full(shape, 1.0, dtype).realize()).unwrap_err().to_string();
+        assert!(error.contains("less than 4 GiB"), "{error}");
+    }
+    assert!(cuda.used_bytes() <= used);
+}
+
 type MakeOptimizer = dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>;
 
 /// Weights of a small network after some steps, and how many graphs were recorded in the last of them.

@@ -110,6 +110,7 @@ impl Snapshot {
         let mut found: Vec<Found> = Vec::with_capacity(NODES_MIN);
         let (mut input_ids, mut values) = (Vec::<u64>::with_capacity(2 * NODES_MIN), Vec::<Option<Value>>::new());
         let mut seen = Seen::default();
+        let mut target = PlanTarget::default();
         while let Some(node) = left.pop() {
             if !seen.insert(node.id, &found) {
                 continue;
@@ -125,7 +126,7 @@ impl Snapshot {
                     if let Op::Failed(error) = &recipe.op {
                         return Err(error.clone());
                     }
-                    let (op, inputs) = chosen(recipe);
+                    let (op, inputs) = target.chosen(recipe);
                     left.extend_from_slice(inputs);
                     input_ids.extend(inputs.iter().map(|input| input.id));
                     (op, None)
@@ -175,54 +176,72 @@ impl Snapshot {
     }
 }
 
-/// How a node is computed: of what there is a kernel for on some devices only, that or what it is composed of.
-fn chosen(recipe: &Recipe) -> (Op, &[Arc<Node>]) {
-    match (&recipe.op, &recipe.inputs[..]) {
-        (Op::Attention { .. }, [operands @ .., composed]) => {
-            if is_one_kernel(operands) {
-                (recipe.op.clone(), operands)
-            } else {
-                (Op::Move(Movement::Reshape), std::slice::from_ref(composed))
+/// Where a graph will be computed, as far as that decides what it is computed by.
+#[derive(Default)]
+struct PlanTarget {
+    #[cfg(feature = "cuda")]
+    gpu: GpuSearch,
+}
+
+impl PlanTarget {
+    /// How a node is computed: of what there is a kernel for on some devices only, that or what it is composed of.
+    fn chosen<'r>(&mut self, recipe: &'r Recipe) -> (Op, &'r [Arc<Node>]) {
+        match (&recipe.op, &recipe.inputs[..]) {
+            (Op::Attention { .. }, [operands @ .., composed]) => {
+                if self.has_attention(operands) {
+                    (recipe.op.clone(), operands)
+                } else {
+                    (Op::Move(Movement::Reshape), std::slice::from_ref(composed))
+                }
             }
+            (Op::Preferred, [operands @ .., by_kernels, composed]) => {
+                let chosen = if self.has_attention(operands) { by_kernels } else { composed };
+                (Op::Move(Movement::Reshape), std::slice::from_ref(chosen))
+            }
+            (op, inputs) => (op.clone(), inputs),
         }
-        (Op::Preferred, [operands @ .., by_kernels, composed]) => {
-            let chosen = if is_one_kernel(operands) { by_kernels } else { composed };
-            (Op::Move(Movement::Reshape), std::slice::from_ref(chosen))
-        }
-        (op, inputs) => (op.clone(), inputs),
+    }
+
+    /// Whether attention, or its gradient, is computed on a GPU that has kernels for such queries, keys and values.
+    #[cfg(feature = "cuda")]
+    fn has_attention(&mut self, operands: &[Arc<Node>]) -> bool {
+        let device = match crate::device() {
+            crate::Device::Cuda(device) => Some(device),
+            crate::Device::Cpu => self.gpu.find(operands),
+            // Where the plan will run is decided later, and may be a CPU.
+            crate::Device::Auto => None,
+        };
+        device.is_some_and(|device| crate::cuda::has_attention(&device, operands))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    fn has_attention(&mut self, _: &[Arc<Node>]) -> bool {
+        false
     }
 }
 
-/// Whether attention, or its gradient, is computed on a GPU that has kernels for such queries, keys and values.
+/// Looks for a GPU that something is on which nodes are computed from, at no node twice: a model has many layers that
+/// ask, each for all before it.
 #[cfg(feature = "cuda")]
-fn is_one_kernel(operands: &[Arc<Node>]) -> bool {
-    let device = match crate::device() {
-        crate::Device::Cuda(device) => Some(device),
-        crate::Device::Cpu => gpu_of(operands),
-        // Where the plan will run is decided later, and may be a CPU.
-        crate::Device::Auto => None,
-    };
-    device.is_some_and(|device| crate::cuda::has_attention(&device, operands))
+#[derive(Default)]
+struct GpuSearch {
+    seen: HashSet<u64>,
+    found: Option<crate::cuda::CudaDevice>,
 }
 
-#[cfg(not(feature = "cuda"))]
-fn is_one_kernel(_: &[Arc<Node>]) -> bool {
-    false
-}
-
-/// A GPU that something is on which nodes are computed from.
 #[cfg(feature = "cuda")]
-fn gpu_of(nodes: &[Arc<Node>]) -> Option<crate::cuda::CudaDevice> {
-    let (mut left, mut seen) = (nodes.to_vec(), HashSet::new());
-    while let Some(node) = left.pop() {
-        let state = node.state.lock();
-        if let Some(device) = state.value.as_ref().and_then(|value| value.storage.cuda_device()) {
-            return Some(device);
+impl GpuSearch {
+    fn find(&mut self, nodes: &[Arc<Node>]) -> Option<crate::cuda::CudaDevice> {
+        let GpuSearch { seen, found } = self;
+        let mut left: Vec<Arc<Node>> = nodes.iter().filter(|node| seen.insert(node.id)).cloned().collect();
+        while let (None, Some(node)) = (&found, left.pop()) {
+            let state = node.state.lock();
+            *found = state.value.as_ref().and_then(|value| value.storage.cuda_device());
+            let inputs = state.recipe.as_ref().filter(|_| state.value.is_none()).map(|recipe| recipe.inputs.clone());
+            left.extend(inputs.into_iter().flatten().filter(|input| seen.insert(input.id)));
         }
-        let inputs = state.recipe.as_ref().filter(|_| state.value.is_none()).map(|recipe| recipe.inputs.clone());
-        left.extend(inputs.into_iter().flatten().filter(|input| seen.insert(input.id)));
+        found.clone()
     }
-    None
 }
 
 fn add(parameters: &mut Vec<Parameter>, parameter: Parameter) -> usize {

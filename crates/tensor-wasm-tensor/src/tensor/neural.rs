@@ -19,6 +19,10 @@ const POOL_MAX: usize = 8;
 /// which run kernels item by item.
 const SINGLE_SCORES_MIN: usize = if cfg!(test) { 1 << 7 } else { 8 << 20 };
 
+/// Queries from which on it is: a group of the kernel has 64 of them, and of fewer most of its work is for nothing. A token
+/// that comes alone looks at all keys once, which products do as well. Fewer in tests.
+const SINGLE_QUERIES_MIN: usize = if cfg!(test) { 1 } else { 32 };
+
 /// Scores from which on attention in half precision with gradients is not composed on a GPU. Kernels of its gradients
 /// multiply in single precision, where composed ones have tensor cores: those are used as long as they can be computed.
 /// Beyond, scores have the 4 GiB in single precision that are too many for a tensor on a GPU. Fewer in tests.
@@ -408,7 +412,7 @@ impl Tensor {
         let scores = (shape.numel() / shape[shape.rank() - 1]).saturating_mul(keys.shape()[keys.rank() - 2]);
         let pays = match self.dtype() {
             DType::F16 | DType::BF16 => !composed.requires_grad() || scores >= HALF_GRADIENT_SCORES_MIN,
-            DType::F32 => scores >= SINGLE_SCORES_MIN,
+            DType::F32 => scores >= SINGLE_SCORES_MIN && self.shape()[self.rank() - 2] >= SINGLE_QUERIES_MIN,
             _ => false,
         };
         // A query that sees nothing has no gradients that are numbers: those are left as they are composed.

@@ -29,6 +29,14 @@ const ACROSS: u32 = COLUMNS / EACH;
 /// Fewer in tests, so that other kernels and the library are there to be compared.
 const WORK_MAX: usize = if cfg!(test) { 1 << 10 } else { 1 << 26 };
 
+/// Steps of the depth up to which it should pay: one group has all of them, one after the other. A library cuts what is
+/// deeper among groups.
+const DEPTH_MAX: usize = 4096;
+
+/// The largest stride of an operand: an item's steps are 256 of them apart at most, which in bytes has to be a number of 32
+/// bits.
+const STRIDE_MAX: isize = (u32::MAX / (4 * ITEMS)) as isize;
+
 /// Groups that a device should have: fewer, and tiles have fewer rows and depths more slices.
 const GROUPS_MIN: usize = 132;
 
@@ -42,10 +50,11 @@ pub(super) fn pays(kernel: &SpecialKernel) -> bool {
     let depth = left.layout.shape[kernel.shape.rank() - 1];
     let work = [m, n, depth].into_iter().try_fold(batches(kernel), usize::checked_mul);
     // Offsets from an address have no sign.
-    let is_forward = |view: &BufferView| view.layout.strides().iter().all(|stride| *stride >= 0);
+    let is_forward = |view: &BufferView| view.layout.strides().iter().all(|stride| (0..=STRIDE_MAX).contains(stride));
     kernel.dtype == DType::F32
         && !super::super::is_tf32()
         && work.is_some_and(|work| (1..=WORK_MAX).contains(&work))
+        && depth <= DEPTH_MAX
         && is_forward(left)
         && is_forward(right)
 }
