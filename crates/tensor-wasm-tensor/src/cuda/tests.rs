@@ -479,7 +479,7 @@ fn a_plan_that_runs_again_is_replayed() {
     assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
 }
 
-/// Leaves that lie in one buffer, and others of the same shapes that lie in another: a graph is of the one or the other.
+/// Leaves that lie in one buffer, and others of the same shapes that lie in another: a graph is of one or the other.
 #[test]
 fn a_graph_is_replayed_only_with_each_buffer_in_its_role() {
     let run = || {

@@ -19,8 +19,8 @@ const POOL_MAX: usize = 8;
 /// which run kernels item by item.
 const SINGLE_SCORES_MIN: usize = if cfg!(test) { 1 << 7 } else { 8 << 20 };
 
-/// Queries from which on it is: a group of the kernel has 64 of them, and of fewer most of its work is for nothing. A token
-/// that comes alone looks at all keys once, which products do as well. Fewer in tests.
+/// Queries from which on it is: a group of the kernel has 64 of them, and of fewer most of its work is for nothing. A
+/// token that comes alone looks at all keys once, which products do as well. Fewer in tests.
 const SINGLE_QUERIES_MIN: usize = if cfg!(test) { 1 } else { 32 };
 
 /// Scores from which on attention in half precision with gradients is not composed on a GPU. Kernels of its gradients

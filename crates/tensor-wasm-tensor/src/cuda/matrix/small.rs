@@ -33,9 +33,9 @@ const WORK_MAX: usize = if cfg!(test) { 1 << 10 } else { 1 << 26 };
 /// deeper among groups.
 const DEPTH_MAX: usize = 4096;
 
-/// The largest stride of an operand: an item's steps are 256 of them apart at most, which in bytes has to be a number of 32
-/// bits.
-const STRIDE_MAX: isize = (u32::MAX / (4 * ITEMS)) as isize;
+/// The largest stride of an operand: an item's steps are 256 of them apart at most, which in bytes has to be a number
+/// of 32 bits.
+const STRIDE_MAX: isize = (i32::MAX / (4 * ITEMS.cast_signed())) as isize;
 
 /// Groups that a device should have: fewer, and tiles have fewer rows and depths more slices.
 const GROUPS_MIN: usize = 132;
