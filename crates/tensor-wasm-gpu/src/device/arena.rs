@@ -11,7 +11,8 @@
 //!
 //! A block is zeroed before its first use, not when it is allocated: what is overwritten as a whole never needs it.
 
-use std::collections::BTreeMap;
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
 
 use slab::Slab as Slots;
 
@@ -60,6 +61,33 @@ pub(crate) struct Uses {
     /// Resident jobs that use the buffer.
     held: Vec<StreamUse>,
 }
+
+/// A block that nobody has, with who used it last. The greatest is the one of the lowest address: a heap hands it out
+/// first.
+struct FreeBlock {
+    block: Block,
+    uses: Uses,
+}
+
+impl Ord for FreeBlock {
+    fn cmp(&self, other: &FreeBlock) -> Ordering {
+        other.block.address.cmp(&self.block.address)
+    }
+}
+
+impl PartialOrd for FreeBlock {
+    fn partial_cmp(&self, other: &FreeBlock) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for FreeBlock {
+    fn eq(&self, other: &FreeBlock) -> bool {
+        self.block.address == other.block.address
+    }
+}
+
+impl Eq for FreeBlock {}
 
 impl Uses {
     /// What a job on a stream must come after, on other streams.
@@ -192,7 +220,7 @@ pub(crate) struct Arena {
     /// The free blocks of each class by their addresses, with who used each last. The lowest is taken first: whoever
     /// does the same again and again then soon gets the same blocks again, and replays the graph that it recorded over
     /// them. A stack turns what was freed around, and a loop over it takes many rounds to come back to where it was.
-    free: Vec<BTreeMap<u64, (Block, Uses)>>,
+    free: Vec<BinaryHeap<FreeBlock>>,
     chunks: Slots<Chunk>,
     /// The chunk that blocks are cut from.
     cutting: Option<usize>,
@@ -226,7 +254,7 @@ impl Arena {
             tenant: tenant.to_owned(),
             origin,
             bytes_max,
-            free: std::iter::repeat_with(BTreeMap::new).take(CLASSES).collect(),
+            free: std::iter::repeat_with(BinaryHeap::new).take(CLASSES).collect(),
             chunks: Slots::new(),
             cutting: None,
             entries: Vec::new(),
@@ -254,8 +282,8 @@ impl Arena {
             return Err(Shortage::Refused(DeviceError::OutOfMemory { asked_bytes: size }));
         }
         let bytes = class_bytes(class);
-        let (block, uses) = match self.free[class].pop_first() {
-            Some((_, found)) => found,
+        let (block, uses) = match self.free[class].pop() {
+            Some(FreeBlock { block, uses }) => (block, uses),
             None => (self.cut(class)?, Uses::default()),
         };
         let index = match self.unused.pop() {
@@ -265,7 +293,7 @@ impl Arena {
                 half(self.entries.len() - 1)
             }
             None => {
-                self.free[class].insert(block.address, (block, uses));
+                self.free[class].push(FreeBlock { block, uses });
                 return Err(self.over_quota(size));
             }
         };
@@ -303,7 +331,7 @@ impl Arena {
     }
 
     fn release(&mut self, block: Block, uses: Uses) {
-        self.free[usize::from(block.class)].insert(block.address, (block, uses));
+        self.free[usize::from(block.class)].push(FreeBlock { block, uses });
         self.chunks[block.chunk as usize].blocks_used -= 1;
         self.stats.used_bytes -= class_bytes(usize::from(block.class));
     }
@@ -385,9 +413,14 @@ impl Arena {
         self.cutting = self.cutting.filter(|n| !idle.contains(n));
         let mut trimmed = Vec::new();
         for n in idle {
-            let gone =
-                self.free.iter_mut().flat_map(|list| list.extract_if(.., |_, (block, _)| block.chunk as usize == n));
-            let uses = gone.flat_map(|(_, (_, uses))| uses.all()).collect();
+            let mut uses = Vec::new();
+            for free in &mut self.free {
+                let is_gone = |free: &FreeBlock| free.block.chunk as usize == n;
+                let (gone, left): (Vec<FreeBlock>, Vec<FreeBlock>) =
+                    std::mem::take(free).into_iter().partition(is_gone);
+                *free = left.into();
+                uses.extend(gone.into_iter().flat_map(|free| free.uses.all()));
+            }
             let chunk = self.chunks.remove(n);
             self.stats.reserved_bytes -= chunk.bytes;
             trimmed.push(Trimmed { address: chunk.address, bytes: chunk.bytes, uses });
@@ -428,7 +461,7 @@ impl Arena {
                 continue;
             }
             while let Some(block) = self.cut_from(n, class) {
-                self.free[class].insert(block.address, (block, Uses::default()));
+                self.free[class].push(FreeBlock { block, uses: Uses::default() });
             }
         }
     }
@@ -560,7 +593,7 @@ mod tests {
             assert_eq!((stats.used_bytes, stats.buffers), (0, 0));
             let given: u64 = arena.trim().iter().map(|trimmed| trimmed.bytes).sum();
             assert_eq!((given, arena.stats().reserved_bytes), (stats.reserved_bytes, 0));
-            assert!(arena.free.iter().all(BTreeMap::is_empty), "no block of a chunk that is gone");
+            assert!(arena.free.iter().all(BinaryHeap::is_empty), "no block of a chunk that is gone");
         }
     }
 
