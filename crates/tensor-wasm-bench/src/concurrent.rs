@@ -2,20 +2,18 @@
 //! together; and what a tenant with sixteen streams gets of a full device beside one with a single stream.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, ensure};
+use anyhow::ensure;
+use serde_json::json;
 use tensor_wasm_gpu::{
     Device, DeviceChoice, DeviceError, Grid, OpenOptions, Param, Params, Placement, Stream, Tenant, TenantLimits,
 };
 
-use crate::peers::Process;
 use crate::report::{Goal, Report, median};
+use crate::served::{self, Client, serve};
 
 /// What a call's kernel takes, on sixteen groups: an eighth of a GPU of 132 multiprocessors.
 const KERNEL: Duration = Duration::from_micros(900);
@@ -89,9 +87,7 @@ fn function() -> anyhow::Result<Vec<u8>> {
 }
 
 pub(crate) fn compare() -> anyhow::Result<()> {
-    // The binary that lies beside this one is the server, and has the worker in it.
-    let exe = std::env::current_exe()?.with_file_name("tensor-wasm");
-    ensure!(exe.is_file(), "{} is not there; build it first", exe.display());
+    let exe = served::exe()?;
     let placement = Placement::Process { exe: exe.clone(), args: vec!["device-worker".to_owned()] };
     let options = OpenOptions { choice: DeviceChoice::Cuda(0), placement, ..OpenOptions::default() };
     let device = match Device::open(&options) {
@@ -104,25 +100,25 @@ pub(crate) fn compare() -> anyhow::Result<()> {
     let mut report = Report::new("h200/concurrent").on(&device.info().name);
     contended(&device, &mut report)?;
     drop(device);
-    served(&exe, &mut report)?;
+    over_http(&exe, &mut report)?;
     report.save()
 }
 
-fn served(exe: &Path, report: &mut Report) -> anyhow::Result<()> {
+fn over_http(exe: &Path, report: &mut Report) -> anyhow::Result<()> {
     let data = tempfile::tempdir()?;
     let file = data.path().join("busy.wasm");
     std::fs::write(&file, function()?)?;
     let server = serve(exe, &data.path().join("data"))?;
     for tenant in TENANTS {
-        deploy(exe, &server.addr, &file, tenant)?;
+        served::deploy(exe, &server.addr, tenant, "busy", &file)?;
     }
     // How many rounds the kernel takes that long: from two lengths, so that what is around it does not count.
     let mut client = Client::connect(&server.addr)?;
     let mut took = |rounds: u32| -> anyhow::Result<f64> {
-        client.call(TENANTS[0], rounds)?;
+        call(&mut client, TENANTS[0], rounds)?;
         let samples = (0..21).map(|_| {
             let began = Instant::now();
-            client.call(TENANTS[0], rounds).map(|()| began.elapsed().as_secs_f64())
+            call(&mut client, TENANTS[0], rounds).map(|()| began.elapsed().as_secs_f64())
         });
         Ok(median(samples.collect::<anyhow::Result<Vec<f64>>>()?))
     };
@@ -154,76 +150,11 @@ fn served(exe: &Path, report: &mut Report) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn serve(exe: &Path, data: &Path) -> anyhow::Result<Process> {
-    let mut child = Command::new(exe)
-        .args(["serve", "--addr", "127.0.0.1:0", "--device", "cuda:0", "--data-dir"])
-        .arg(data)
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()?;
-    let mut lines = BufReader::new(child.stderr.take().context("stderr")?).lines();
-    for line in lines.by_ref() {
-        if let Some(rest) = line?.strip_prefix("listening on http://") {
-            let addr = rest.split(' ').next().unwrap_or_default().to_owned();
-            std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
-            return Ok(Process { child, addr });
-        }
-    }
-    anyhow::bail!("our server did not start")
-}
-
-fn deploy(exe: &Path, addr: &str, file: &Path, tenant: &str) -> anyhow::Result<()> {
-    let status = Command::new(exe)
-        .args(["--server", &format!("http://{addr}"), "--tenant", tenant, "deploy"])
-        .arg(file)
-        .args(["--name", "busy", "--gpu"])
-        .status()?;
-    ensure!(status.success(), "deploying for {tenant} failed");
+/// A call that has the kernel run for so many rounds.
+fn call(client: &mut Client, tenant: &str, rounds: u32) -> anyhow::Result<()> {
+    let result = client.call(tenant, "busy", "busy", &json!([rounds]))?;
+    ensure!(result == 0, "{result}");
     Ok(())
-}
-
-/// A connection that is kept.
-struct Client {
-    addr: String,
-    stream: BufReader<TcpStream>,
-}
-
-impl Client {
-    fn connect(addr: &str) -> anyhow::Result<Client> {
-        let stream = TcpStream::connect(addr)?;
-        stream.set_nodelay(true)?;
-        Ok(Client { addr: addr.to_owned(), stream: BufReader::new(stream) })
-    }
-
-    fn call(&mut self, tenant: &str, rounds: u32) -> anyhow::Result<()> {
-        let body = format!(r#"{{"export":"busy","args":[{rounds}]}}"#);
-        let request = format!(
-            "POST /functions/busy/invoke HTTP/1.1\r\nHost: {}\r\nX-TensorWasm-Tenant: {tenant}\r\n\
-             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-            self.addr,
-            body.len()
-        );
-        self.stream.get_mut().write_all(request.as_bytes())?;
-        let mut line = String::new();
-        self.stream.read_line(&mut line)?;
-        let is_ok = line.contains(" 200 ");
-        let mut length = 0;
-        loop {
-            line.clear();
-            self.stream.read_line(&mut line)?;
-            if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length:") {
-                length = value.trim().parse()?;
-            }
-            if line.trim().is_empty() {
-                break;
-            }
-        }
-        let mut answer = vec![0; length];
-        self.stream.read_exact(&mut answer)?;
-        let answer = String::from_utf8_lossy(&answer);
-        ensure!(is_ok && answer.contains("\"result\":0"), "{answer}");
-        Ok(())
-    }
 }
 
 /// Sleeps until then. The end of a scope unparks the thread that opened it, so one look at the clock is not enough.
@@ -244,7 +175,7 @@ fn rate(addr: &str, tenants: &[&str], connections: usize, rounds: u32) -> anyhow
                 let mut client = Client::connect(addr)?;
                 let mut calls = 0;
                 while !stop.load(Ordering::Relaxed) {
-                    client.call(tenant, rounds)?;
+                    call(&mut client, tenant, rounds)?;
                     calls += 1;
                 }
                 anyhow::Ok(calls)

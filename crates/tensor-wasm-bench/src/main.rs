@@ -13,9 +13,11 @@ mod peers;
 mod report;
 mod run;
 mod serve;
+mod served;
 mod tensors;
 mod tensors_auto;
 mod tensors_cuda;
+mod tensors_http;
 mod tensors_latency;
 
 use clap::Parser;

@@ -13,7 +13,7 @@ use tensor_wasm_tensor::{
 use crate::decode::Decoder;
 use crate::report::{Goal, Report, root};
 use crate::tensors::{Peer, SLICE, middle};
-use crate::tensors_auto;
+use crate::{tensors_auto, tensors_http};
 
 /// Sent before anybody waits.
 const BATCH: usize = 40;
@@ -253,5 +253,6 @@ pub(crate) fn compare(rounds: usize, raw: Option<&str>) -> anyhow::Result<()> {
         let id = format!("tensors_cuda/attention_{name}/16x4096x128");
         report.ratio(&id, what, per_second(own), (per_second(peer), "torch"), "runs/s", Goal::AtLeast(goal));
     }
+    tensors_http::compare(&device, &mut report)?;
     report.save()
 }
