@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::map::MapProgram;
 use super::memory::CpuBuffer;
 use super::special;
@@ -24,10 +26,16 @@ impl CpuKernels {
     }
 }
 
+/// Buffers and kernels of this number are kept without asking for memory: one operation by itself has no more.
+pub(super) const FEW: usize = 4;
+
+/// Results of a kernel.
+pub(super) type Results = SmallVec<[Arc<Storage>; FEW]>;
+
 /// The buffers of one run.
 pub(super) struct Buffers<'r> {
     leaves: &'r [Value],
-    slots: Vec<Option<Arc<Storage>>>,
+    slots: SmallVec<[Option<Arc<Storage>>; FEW]>,
     /// Memory of slots that are still to be filled, where all of it has to be there before the first step.
     reserved: Vec<Option<Arc<Storage>>>,
 }
@@ -54,7 +62,7 @@ impl Buffers<'_> {
     }
 
     /// Where a kernel's results go: into new buffers, or into those that it takes over.
-    fn results(&mut self, plan: &Plan, kernel: &MapKernel) -> Result<Vec<Arc<Storage>>, ErrorKind> {
+    fn results(&mut self, plan: &Plan, kernel: &MapKernel) -> Result<Results, ErrorKind> {
         let result = |(store, (_, slot)): (usize, &(usize, usize))| match kernel.in_place.get(store).copied().flatten()
         {
             Some(load) => {
@@ -71,7 +79,7 @@ impl Buffers<'_> {
         kernel.stores.iter().enumerate().map(result).collect()
     }
 
-    fn keep(&mut self, kernel: &MapKernel, made: Vec<Arc<Storage>>) {
+    fn keep(&mut self, kernel: &MapKernel, made: Results) {
         for ((_, slot), storage) in kernel.stores.iter().zip(made) {
             self.slots[*slot] = Some(storage);
         }

@@ -164,13 +164,20 @@ fn choose() -> (Runner, &'static str) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn run_avx512(op: TileOp, args: &TileArgs) -> IsDefined {
-    if matches!(op, TileOp::Unary(UnaryOp::Exp, Class::F32)) {
-        // SAFETY: the caller's promise.
-        unsafe { math::x86::exp_avx512(args.to.cast(), args.a.cast(), args.n) };
-        return true;
-    }
     // SAFETY: the caller's promise.
-    unsafe { run_any(op, args) }
+    unsafe {
+        match op {
+            TileOp::Unary(UnaryOp::Exp, Class::F32) => {
+                math::x86::exp_avx512(args.to.cast(), args.a.cast(), args.n);
+                true
+            }
+            TileOp::Stream(class) => {
+                stream_avx512(args.to, args.a, args.n * class.size());
+                true
+            }
+            _ => run_any(op, args),
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -279,6 +286,28 @@ pub(crate) unsafe fn stream(to: *mut u8, from: *const u8, bytes: usize) {
         }
         #[cfg(not(target_arch = "x86_64"))]
         to.add(head).copy_from_nonoverlapping(from.add(head), 64 * lines);
+        to.add(tail).copy_from_nonoverlapping(from.add(tail), bytes - tail);
+    }
+}
+
+/// The same by stores of whole lines.
+///
+/// # Safety
+///
+/// As for [`stream`]; and the instructions are there.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
+    use std::arch::x86_64::{_mm512_loadu_si512, _mm512_stream_si512};
+    let head = to.align_offset(64).min(bytes);
+    let lines = (bytes - head) / 64;
+    let tail = head + 64 * lines;
+    // SAFETY: the caller has so many bytes of both, and what is streamed is aligned.
+    unsafe {
+        to.copy_from_nonoverlapping(from, head);
+        for at in (head..tail).step_by(64) {
+            _mm512_stream_si512(to.add(at).cast(), _mm512_loadu_si512(from.add(at).cast()));
+        }
         to.add(tail).copy_from_nonoverlapping(from.add(tail), bytes - tail);
     }
 }

@@ -56,10 +56,8 @@ impl PlanCache {
     fn get(&self, key: &[u64]) -> Option<Arc<CompiledPlan>> {
         let mut plans = self.0.lock();
         let at = plans.iter().position(|(known, _)| **known == *key)?;
-        let found = plans.remove(at);
-        let plan = found.1.clone();
-        plans.insert(0, found);
-        Some(plan)
+        plans[..=at].rotate_right(1);
+        plans.first().map(|(_, plan)| plan.clone())
     }
 
     fn keep(&self, key: &[u64], plan: &Arc<CompiledPlan>) {

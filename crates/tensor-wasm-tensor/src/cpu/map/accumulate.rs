@@ -5,7 +5,7 @@
 use super::super::memory::CpuBuffer;
 use super::super::tile::{self, Class, TileArgs, TileOp};
 use super::run::{Part, Run};
-use super::{Accumulate, CHUNK, TILE_MAX};
+use super::{Accumulate, CHUNK};
 use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::op::ReduceOp;
@@ -15,6 +15,18 @@ const PIECE: usize = 64 << 10;
 
 /// Sums of columns are summed up in groups of this many rows first, which keeps rounding errors small.
 const GROUP_ROWS: usize = 64;
+
+/// Elements that are summed up in their own precision at most, 64 sums side by side.
+const SUM_MAX: usize = 8 << 10;
+
+/// Short rows that are summed up at once at most. They are as far apart as a row is long, and where that is a power of two
+/// they share the few places of the first-level cache that one line of each may be in: with 32 rows of 4 KiB, sums of
+/// columns took half as long again.
+const ROWS_MAX: usize = 4;
+
+/// Columns that are summed up side by side at most: their sums stay in the first-level cache. Rows of no more are read
+/// from their beginning to their end, which is how memory is fetched ahead.
+const COLUMNS_MAX: usize = 4 << 10;
 
 impl Run<'_> {
     /// Reductions whose results are stored and not used again.
@@ -37,7 +49,7 @@ impl Run<'_> {
         stretches: usize,
         inner: usize,
     ) -> Result<(), ErrorKind> {
-        let tile = self.program.tile(inner);
+        let tile = self.program.tile(inner).min(SUM_MAX);
         // Long stretches are cut, at places that depend on nothing but their length.
         let pieces = inner.div_ceil(PIECE).max(1);
         let count = accumulate.results.len();
@@ -47,12 +59,12 @@ impl Run<'_> {
         let partials = SharedResults(partial.as_ptr());
         let at_once = (CHUNK / (inner.min(PIECE) * stretches).max(1)).max(1);
         let work = |n: usize| {
-            let results: Vec<Total> =
-                accumulate.results.iter().map(|(op, dtype, ..)| Total::new(*op, *dtype)).collect();
+            let start: Vec<Total> = accumulate.results.iter().map(|(op, dtype, ..)| Total::new(*op, *dtype)).collect();
+            let mut totals = start.clone();
             self.with_tiles(tile, 1, |tiles| {
                 for item in n * at_once..((n + 1) * at_once).min(items) {
                     let (row, piece) = (item / pieces, item % pieces);
-                    let mut totals = results.clone();
+                    totals.clone_from(&start);
                     let base = position(&accumulate.kept, row);
                     for stretch in 0..stretches {
                         let start = base + position(&accumulate.reduced, stretch);
@@ -106,7 +118,7 @@ impl Run<'_> {
         steps: usize,
         columns: usize,
     ) -> Result<(), ErrorKind> {
-        let tile = self.program.tile(columns);
+        let tile = self.program.tile(columns).min(COLUMNS_MAX);
         let strips = columns.div_ceil(tile);
         let elements = outer * steps * columns;
         // With few columns, rows are cut into blocks that are summed up by themselves, as many as the shape says.
@@ -118,8 +130,8 @@ impl Run<'_> {
         let block = steps.div_ceil(blocks).max(1);
         // Short rows that lie one after the other are computed some at a time. As many divide a group.
         let is_close = strips == 1 && matches!(accumulate.reduced[..], [(_, stride)] if stride == columns);
-        let fit = if is_close { (self.program.tile(TILE_MAX) / columns).min(block) } else { 1 };
-        let at_once = 1 << fit.clamp(1, GROUP_ROWS).ilog2();
+        let fit = if is_close { (self.program.tile(CHUNK) / columns).min(block) } else { 1 };
+        let at_once = 1 << fit.clamp(1, ROWS_MAX).ilog2();
         let count = accumulate.results.len();
         let bytes = if blocks == 1 { 0 } else { outer * columns * blocks * count * 8 };
         let partial = CpuBuffer::uninitialized(bytes).ok_or(ErrorKind::OutOfMemory { bytes })?;

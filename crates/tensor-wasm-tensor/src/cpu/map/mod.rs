@@ -11,6 +11,8 @@ mod run;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use smallvec::SmallVec;
+
 use self::compile::Compile;
 pub(super) use self::run::Run;
 pub(crate) use self::run::register_of;
@@ -274,16 +276,20 @@ impl MapProgram {
         parameters: &'r [Parameter],
     ) -> Result<Run<'r>, ErrorKind> {
         let loads = kernel.loads.iter().map(|view| Ok(buffers.view(view)?.as_ptr().cast_const()));
-        let loads = loads.collect::<Result<Vec<_>, ErrorKind>>()?;
+        let loads = loads.collect::<Result<SmallVec<_>, ErrorKind>>()?;
         let results = made.iter().map(|storage| Ok(storage.cpu()?.as_ptr()));
-        let results = results.collect::<Result<Vec<*mut u8>, ErrorKind>>()?;
-        let sizes: Vec<usize> = kernel.stores.iter().map(|(value, _)| kernel.values[*value].dtype.size()).collect();
+        let results = results.collect::<Result<SmallVec<_>, ErrorKind>>()?;
+        let sizes = kernel.stores.iter().map(|(value, _)| kernel.values[*value].dtype.size()).collect();
         Ok(Run { program: self, loads, results, sizes, parameters, is_defined: AtomicBool::new(true) })
     }
 
     /// Elements of a tile.
     fn tile(&self, most: usize) -> usize {
         let bytes: usize = self.registers.iter().sum::<usize>().max(4);
+        // Nothing is kept from one operation for another: a tile is what is cheap to begin.
+        if self.registers.is_empty() && self.instructions.len() <= 1 {
+            return CHUNK.min(most.max(1));
+        }
         // Whole vectors, but for the last tile.
         ((TILES_BYTES / bytes).clamp(64, TILE_MAX) & !63).min(most.max(1))
     }

@@ -4,7 +4,10 @@
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use smallvec::SmallVec;
+
 use super::super::affine::NUMBER_BYTES;
+use super::super::execute::FEW;
 use super::super::gemm::Multiply;
 use super::super::memory::ALIGN;
 use super::super::threads::parallel;
@@ -24,10 +27,10 @@ const BLOCK_ROWS: usize = 16;
 /// One run of a program.
 pub(in crate::cpu) struct Run<'r> {
     pub(super) program: &'r MapProgram,
-    pub(super) loads: Vec<*const u8>,
-    pub(super) results: Vec<*mut u8>,
+    pub(super) loads: SmallVec<[*const u8; FEW]>,
+    pub(super) results: SmallVec<[*mut u8; FEW]>,
     /// Bytes of an element of each result.
-    pub(super) sizes: Vec<usize>,
+    pub(super) sizes: SmallVec<[usize; FEW]>,
     pub(super) parameters: &'r [Parameter],
     pub(super) is_defined: AtomicBool,
 }
