@@ -19,6 +19,9 @@ use crate::schedule::plan::{BufferView, Parameter, Plan, Source, Step, ValueKind
 /// Graphs that are kept of a plan: its buffers lie in some few ways, one after the other.
 const GRAPHS_MAX: usize = 4;
 
+/// What a number that comes with a run takes.
+const WORD_BYTES: usize = 8;
+
 /// Launches that are sent at once.
 const BATCH_MAX: usize = 512;
 
@@ -37,7 +40,14 @@ pub fn graphs_made() -> u64 {
 
 /// A plan as a device has it, once it has run there.
 #[derive(Default)]
-pub(crate) struct CudaKernels(Mutex<Option<PlanState>>);
+pub(crate) struct CudaKernels(Mutex<Kept>);
+
+#[derive(Default)]
+struct Kept {
+    state: Option<PlanState>,
+    /// Whether numbers that a library was told of have changed from run to run: it is not told again.
+    numbers_change: bool,
+}
 
 /// A plan's launches as they were recorded.
 struct PlanGraph {
@@ -83,6 +93,8 @@ pub(crate) fn execute(
     }
 }
 
+    /// Numbers that it was lowered for.
+    assumed: Vec<(usize, [u8; WORD_BYTES])>,
 fn try_execute(
     device: &CudaDevice,
     plan: &Plan,
@@ -91,15 +103,19 @@ fn try_execute(
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let last = plan.steps.last().map_or(0, Step::node);
-    let mut state = kernels.0.lock();
-    let is_ready =
-        |state: &PlanState| state.device == *device && state.words.is_there() && state.is_tf32 == super::is_tf32();
+    let words = words_of(plan, parameters);
+    let mut kept = kernels.0.lock();
+    let Kept { state, numbers_change } = &mut *kept;
+    *numbers_change |= state.as_ref().is_some_and(|state| !state.is_for(&words));
+    let is_ready = |state: &PlanState| {
+        state.device == *device && state.words.is_there() && state.is_tf32 == super::is_tf32() && state.is_for(&words)
+    };
     if !state.as_ref().is_some_and(is_ready) {
         *state = None;
-        *state = Some(PlanState::new(device, plan, parameters)?);
+        *state = Some(PlanState::new(device, plan, &words, *numbers_change)?);
     }
-    match state.as_mut() {
-        Some(state) => state.run(plan, leaves, parameters, last),
+    match state {
+        Some(state) => state.run(plan, leaves, words, last),
         None => Err((last, ErrorKind::Bug { why: "a plan was not made".to_owned() })),
     }
 }
@@ -107,12 +123,12 @@ fn try_execute(
 impl CudaKernels {
     /// Lets go of what is kept for the next run, unless there is one now.
     pub(crate) fn give_back(&self) {
-        let kept = self.0.try_lock().and_then(|mut state| state.take());
+        let kept = self.0.try_lock().and_then(|mut kept| kept.state.take());
         drop(kept);
     }
 }
 
-/// Numbers that come with a run, as a kernel reads them: eight bytes each.
+/// Numbers that come with a run, as a kernel reads them.
 fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
     let mut types = vec![DType::I64; parameters.len()];
     for step in &plan.steps {
@@ -126,14 +142,21 @@ fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
             }
         }
     }
-    let word = |(parameter, dtype): (&Parameter, DType)| match parameter {
-        Parameter::Scalar(scalar) => register_of(*scalar, dtype),
-        Parameter::Seed(seed) => seed.to_le_bytes(),
+    let word = |(parameter, dtype): (&Parameter, DType)| -> [u8; WORD_BYTES] {
+        match parameter {
+            Parameter::Scalar(scalar) => register_of(*scalar, dtype),
+            Parameter::Seed(seed) => seed.to_le_bytes(),
+        }
     };
     parameters.iter().zip(types).flat_map(word).collect()
 }
 
 /// What a plan needs besides what it is given.
+
+    /// The numbers of a run that the plan would be lowered for.
+    pub(crate) fn words(&self, plan: &Plan, parameters: &[Parameter]) -> Option<Vec<u8>> {
+        (!self.0.lock().numbers_change).then(|| words_of(plan, parameters))
+    }
 #[derive(Clone, Copy)]
 struct MemoryNeed {
     block_bytes: usize,
@@ -157,6 +180,10 @@ impl MemoryNeed {
     }
 
     /// All that the plan needs, not only the part that did not fit.
+fn word_at(words: &[u8], number: usize) -> Option<[u8; WORD_BYTES]> {
+    words.chunks_exact(WORD_BYTES).nth(number)?.try_into().ok()
+}
+
     fn refused(self, device: &CudaDevice) -> ErrorKind {
         let bytes = self.block_bytes.saturating_add(self.output_bytes);
         ErrorKind::DeviceMemory { bytes, used: device.used_bytes(), limit: device.0.memory_bytes_max }
@@ -171,25 +198,37 @@ impl MemoryNeed {
 }
 
 impl PlanState {
-    fn new(device: &CudaDevice, plan: &Plan, parameters: &[Parameter]) -> Result<PlanState, (usize, ErrorKind)> {
+    fn new(
+        device: &CudaDevice,
+        plan: &Plan,
+        words: &[u8],
+        numbers_change: bool,
+    ) -> Result<PlanState, (usize, ErrorKind)> {
         let last = plan.steps.last().map_or(0, Step::node);
         let at_end = |what: ErrorKind| (last, what);
         let is_tf32 = super::is_tf32();
-        let lowered = CudaPlan::new(device, plan)?;
+        let lowered = CudaPlan::new(device, plan, (!numbers_change).then_some(words))?;
+        let assumed = lowered.assumed.iter().filter_map(|number| Some((*number, word_at(words, *number)?))).collect();
         let need = MemoryNeed::of(&lowered);
         need.check(device, false).map_err(at_end)?;
         let has_block = need.block_bytes > 0;
         let block = if has_block { Some(need.take(device, need.block_bytes).map_err(at_end)?) } else { None };
-        let words = CudaBuffer::new(device, FLAGS_BYTES + 8 * parameters.len().max(1)).map_err(at_end)?;
+        let words = CudaBuffer::new(device, FLAGS_BYTES + words.len().max(WORD_BYTES)).map_err(at_end)?;
         let device = device.clone();
-        Ok(PlanState { device, lowered, block, words, written: Vec::new(), graphs: Vec::new(), runs: 0, is_tf32 })
+        let (written, graphs, runs) = (Vec::new(), Vec::new(), 0);
+        Ok(PlanState { device, lowered, block, words, written, graphs, runs, is_tf32, assumed })
+    }
+
+    /// Whether it was lowered for these numbers, or for any.
+    fn is_for(&self, words: &[u8]) -> bool {
+        self.assumed.iter().all(|(number, word)| word_at(words, *number) == Some(*word))
     }
 
     fn run(
         &mut self,
         plan: &Plan,
         leaves: &[Value],
-        parameters: &[Parameter],
+        words: Vec<u8>,
         last: usize,
     ) -> Result<Vec<Value>, (usize, ErrorKind)> {
         let at_end = |what: ErrorKind| (last, what);
@@ -215,7 +254,6 @@ impl PlanState {
             };
             outputs.push(made);
         }
-        let words = words_of(plan, parameters);
         if self.written != words {
             // On the stream, before what reads them; after what read those of the run before.
             for (n, part) in words.chunks(Stream::SMALL_BYTES_MAX).enumerate() {
@@ -270,7 +308,7 @@ impl PlanState {
                     LaunchArgument::Leaf(leaf, from) => (inputs.get(*leaf).ok_or_else(missing)?.buffer.handle(), *from),
                     LaunchArgument::Output(at, from) => (outputs.get(*at).ok_or_else(missing)?.buffer.handle(), *from),
                     LaunchArgument::Block(offset) => (block.ok_or_else(missing)?, *offset),
-                    LaunchArgument::Parameters(first) => (words, (FLAGS_BYTES + 8 * first) as u64),
+                    LaunchArgument::Parameters(first) => (words, (FLAGS_BYTES + WORD_BYTES * first) as u64),
                     LaunchArgument::Flags => (words, 0),
                     LaunchArgument::Workspace => (workspace.ok_or_else(missing)?, 0),
                 };

@@ -1,10 +1,12 @@
 //! Plans for a GPU, run where there is none: the device is the CPU's, and what it is given to run is PTX, which the
 //! compiler's emulator does, work item by work item. Everything else is as it is with a driver.
 
+mod products;
+
 use std::sync::{Arc, LazyLock};
 
 use tensor_wasm_gpu::{
-    HostCode, HostKernels, HostLaunch, HostMemory, HostModule, Product, ProductElement, ProductOperand,
+    HostCode, HostKernels, HostLaunch, HostMemory, HostModule, Product, ProductElement, ProductEpilogue, ProductOperand,
 };
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, OtherMemory};
 
@@ -14,13 +16,14 @@ use crate::operations::{OPERATIONS, examples};
 use crate::{DType, Device as Place, Mode, Tensor, with_device};
 
 struct Emulated {
-    has_library: bool,
+    /// Products that its library has done, if it has one.
+    products: Option<Arc<Mutex<Vec<Product>>>>,
 }
 
 struct EmulatedModule(Emulator);
 
-/// A product as the device's library would do it, but for the order of its sums.
-struct EmulatedProduct(Product);
+/// A product as the device's library would do it, but for the order of its sums; and where it is seen that it was done.
+struct EmulatedProduct(Product, Arc<Mutex<Vec<Product>>>);
 
 struct Mapped(Arc<HostMemory>);
 
@@ -37,8 +40,8 @@ impl OtherMemory for Mapped {
 impl HostCode for Emulated {
     fn load(&self, _stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
         if Product::is_image(image) {
-            let product = Product::from_image(image).filter(|_| self.has_library).ok_or("no library")?;
-            return Ok(Arc::new(EmulatedProduct(product)));
+            let done = self.products.clone().ok_or("no library")?;
+            return Ok(Arc::new(EmulatedProduct(Product::from_image(image).ok_or("no product")?, done)));
         }
         let text = std::str::from_utf8(image).map_err(|error| error.to_string())?;
         Ok(Arc::new(EmulatedModule(Emulator::new(text)?)))
@@ -104,8 +107,9 @@ impl HostModule for EmulatedProduct {
     fn launch(&self, launch: &HostLaunch<'_>) {
         let addresses: Vec<u64> =
             launch.params.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
-        let [left, right, to, bias, _] = addresses[..] else { std::process::abort() };
+        let [left, right, to, bias, residual, _] = addresses[..] else { std::process::abort() };
         let product = &self.0;
+        self.1.lock().push(*product);
         let place = |operand: &ProductOperand, batch: u64, row: u64, column: u64| {
             let within =
                 if operand.is_by_columns { column * operand.stride + row } else { row * operand.stride + column };
@@ -120,7 +124,19 @@ impl HostModule for EmulatedProduct {
                         let a = self.element(launch.memory, left, place(&product.left, batch, row, step));
                         sum += a * self.element(launch.memory, right, place(&product.right, batch, step, column));
                     }
-                    assert!(launch.memory.write(to + at * self.bytes(), &self.stored(sum)));
+                    if product.has_residual {
+                        sum += self.element(launch.memory, residual, at);
+                    }
+                    let result = match product.epilogue {
+                        ProductEpilogue::None => sum,
+                        ProductEpilogue::Relu if sum.is_nan() => sum,
+                        ProductEpilogue::Relu => sum.max(0.0),
+                        ProductEpilogue::Gelu => {
+                            let inner = (sum + 0.044_715 * sum.powi(3)) * std::f64::consts::FRAC_2_PI.sqrt();
+                            sum * 0.5 * (inner.tanh() + 1.0)
+                        }
+                    };
+                    assert!(launch.memory.write(to + at * self.bytes(), &self.stored(result)));
                     at += 1;
                 }
             }
@@ -145,7 +161,11 @@ pub(crate) fn within(bytes: u64) -> CudaDevice {
 }
 
 fn emulated(has_library: bool) -> OpenOptions {
-    let host = HostKernels(Some(Arc::new(Emulated { has_library })));
+    emulated_with(has_library.then(Arc::default))
+}
+
+fn emulated_with(products: Option<Arc<Mutex<Vec<Product>>>>) -> OpenOptions {
+    let host = HostKernels(Some(Arc::new(Emulated { products })));
     OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() }
 }
 
