@@ -28,14 +28,39 @@ const BATCH_MAX: usize = 512;
 /// The same for a plan under a supervisor, which is asked in between.
 const SUPERVISED_BATCH_MAX: usize = 64;
 
+/// What a thread had of devices so far.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Counts {
+    pub graphs_made: u64,
+    pub graphs_replayed: u64,
+    pub round_trips: u64,
+}
+
 thread_local! {
-    static GRAPHS_MADE: Cell<u64> = const { Cell::new(0) };
+    static COUNTS: Cell<Counts> = const { Cell::new(Counts { graphs_made: 0, graphs_replayed: 0, round_trips: 0 }) };
+}
+
+pub(super) fn count(change: impl FnOnce(&mut Counts)) {
+    let mut counts = COUNTS.get();
+    change(&mut counts);
+    COUNTS.set(counts);
 }
 
 /// Graphs of plans that were recorded for this thread. A loop that does the same in every step records none after its
 /// first few, in which its buffers come to lie as they will.
 pub fn graphs_made() -> u64 {
-    GRAPHS_MADE.get()
+    COUNTS.get().graphs_made
+}
+
+/// Runs of plans, for this thread, that were the replay of a graph recorded in an earlier run.
+pub fn graphs_replayed() -> u64 {
+    COUNTS.get().graphs_replayed
+}
+
+/// How often this thread has waited for a device: for what it read, for kernels to be loaded, for a graph to be
+/// recorded.
+pub fn round_trips() -> u64 {
+    COUNTS.get().round_trips
 }
 
 /// A plan as a device has it, once it has run there.
@@ -69,6 +94,8 @@ struct PlanState {
     runs: usize,
     /// What [`super::set_tf32`] said when it was lowered.
     is_tf32: bool,
+    /// Numbers that it was lowered for.
+    assumed: Vec<(usize, [u8; WORD_BYTES])>,
 }
 
 /// Runs a plan, and returns what its outputs are, or the node that could not be computed. Where there is no memory,
@@ -93,8 +120,6 @@ pub(crate) fn execute(
     }
 }
 
-    /// Numbers that it was lowered for.
-    assumed: Vec<(usize, [u8; WORD_BYTES])>,
 fn try_execute(
     device: &CudaDevice,
     plan: &Plan,
@@ -126,6 +151,11 @@ impl CudaKernels {
         let kept = self.0.try_lock().and_then(|mut kept| kept.state.take());
         drop(kept);
     }
+
+    /// The numbers of a run that the plan would be lowered for.
+    pub(crate) fn words(&self, plan: &Plan, parameters: &[Parameter]) -> Option<Vec<u8>> {
+        (!self.0.lock().numbers_change).then(|| words_of(plan, parameters))
+    }
 }
 
 /// Numbers that come with a run, as a kernel reads them.
@@ -151,12 +181,11 @@ fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
     parameters.iter().zip(types).flat_map(word).collect()
 }
 
-/// What a plan needs besides what it is given.
+fn word_at(words: &[u8], number: usize) -> Option<[u8; WORD_BYTES]> {
+    words.chunks_exact(WORD_BYTES).nth(number)?.try_into().ok()
+}
 
-    /// The numbers of a run that the plan would be lowered for.
-    pub(crate) fn words(&self, plan: &Plan, parameters: &[Parameter]) -> Option<Vec<u8>> {
-        (!self.0.lock().numbers_change).then(|| words_of(plan, parameters))
-    }
+/// What a plan needs besides what it is given.
 #[derive(Clone, Copy)]
 struct MemoryNeed {
     block_bytes: usize,
@@ -180,10 +209,6 @@ impl MemoryNeed {
     }
 
     /// All that the plan needs, not only the part that did not fit.
-fn word_at(words: &[u8], number: usize) -> Option<[u8; WORD_BYTES]> {
-    words.chunks_exact(WORD_BYTES).nth(number)?.try_into().ok()
-}
-
     fn refused(self, device: &CudaDevice) -> ErrorKind {
         let bytes = self.block_bytes.saturating_add(self.output_bytes);
         ErrorKind::DeviceMemory { bytes, used: device.used_bytes(), limit: device.0.memory_bytes_max }
@@ -341,6 +366,7 @@ impl PlanState {
             let is_supervised = account::supervisor().is_some();
             for batch in steps.chunks(if is_supervised { SUPERVISED_BATCH_MAX } else { BATCH_MAX }) {
                 if let Some(before) = last.take().filter(|_| is_supervised) {
+                    count(|counts| counts.round_trips += 1);
                     Completion::wait(before).map_err(|error| failed(&error))?;
                 }
                 account::between_kernels()?;
@@ -356,12 +382,15 @@ impl PlanState {
                 }
             }
             match found {
-                Some(completion) => completion,
+                Some(completion) => {
+                    count(|counts| counts.graphs_replayed += 1);
+                    completion
+                }
                 None => {
                     let after = &self.lowered.after;
                     let record = |stream: &Stream| block_on(stream.graph_branched(&steps, &overwritten, after));
-                    let graph = device.when_possible(record)?;
-                    GRAPHS_MADE.set(GRAPHS_MADE.get() + 1);
+                    let graph = device.when_done(record)?;
+                    count(|counts| counts.graphs_made += 1);
                     let sent = device.when_possible(|stream| stream.replay_over(&graph, &handles, &overwritten))?;
                     self.graphs.insert(0, PlanGraph { graph, buffers });
                     self.graphs.truncate(GRAPHS_MAX);
@@ -377,10 +406,10 @@ impl PlanState {
         let last = plan.steps.last().map_or(0, Step::node);
         let mut flags = [0; FLAGS_BYTES];
         let handle = self.words.buffer.handle();
-        let read = self.device.when_possible(|stream| stream.read_blocking(handle, 0, &mut flags));
+        let read = self.device.when_done(|stream| stream.read_blocking(handle, 0, &mut flags));
         read.map_err(|what| (last, what))?;
         let Some(failure) = CudaPlan::failure(plan, &flags) else { return Ok(()) };
-        let cleared = self.device.when_possible(|stream| stream.write_blocking(handle, 0, &[0; FLAGS_BYTES]));
+        let cleared = self.device.when_done(|stream| stream.write_blocking(handle, 0, &[0; FLAGS_BYTES]));
         cleared.map_err(|what| (last, what))?;
         Err(failure)
     }

@@ -447,7 +447,7 @@ fn load_program(device: &CudaDevice, program: &Program) -> Result<(Kernel, u32),
         }
         Program::Product(product) => (product.to_image(), Product::ENTRY.to_owned(), 0),
     };
-    let kernel = device.when_possible(|stream| {
+    let kernel = device.when_done(|stream| {
         block_on(async {
             let module = stream.load(&image).await?;
             stream.kernel(&module, &entry).await

@@ -2,11 +2,13 @@
 //! compiler's emulator does, work item by work item. Everything else is as it is with a driver.
 
 mod products;
+mod uploads;
 
 use std::sync::{Arc, LazyLock};
 
 use tensor_wasm_gpu::{
     HostCode, HostKernels, HostLaunch, HostMemory, HostModule, Product, ProductElement, ProductEpilogue, ProductOperand,
+use parking_lot::Condvar;
 };
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, OtherMemory};
 
@@ -17,10 +19,40 @@ use crate::{DType, Device as Place, Mode, Tensor, with_device};
 
 struct Emulated {
     /// Products that its library has done, if it has one.
+#[derive(Default)]
     products: Option<Arc<Mutex<Vec<Product>>>>,
 }
 
-struct EmulatedModule(Emulator);
+struct EmulatedModule(Emulator, Arc<Gate>);
+
+/// What kernels wait at before they run, while it is closed.
+#[derive(Default)]
+struct Gate {
+    is_closed: Mutex<bool>,
+    opened: Condvar,
+    /// Whether a kernel waited for longer than anybody would keep it closed.
+    is_broken: AtomicBool,
+}
+
+impl Gate {
+    fn set(&self, is_closed: bool) {
+        *self.is_closed.lock() = is_closed;
+        self.opened.notify_all();
+    }
+
+    fn pass(&self) {
+        let mut is_closed = self.is_closed.lock();
+        while *is_closed {
+            if self.opened.wait_for(&mut is_closed, Duration::from_secs(20)).timed_out() {
+                self.is_broken.store(true, Ordering::Relaxed);
+                return;
+            }
+        }
+    }
+}
+    /// The PTX of the kernels that were loaded, if somebody wants to see it.
+    loaded: Option<Arc<Mutex<Vec<String>>>>,
+    gate: Arc<Gate>,
 
 /// A product as the device's library would do it, but for the order of its sums; and where it is seen that it was done.
 struct EmulatedProduct(Product, Arc<Mutex<Vec<Product>>>);
@@ -44,7 +76,10 @@ impl HostCode for Emulated {
             return Ok(Arc::new(EmulatedProduct(Product::from_image(image).ok_or("no product")?, done)));
         }
         let text = std::str::from_utf8(image).map_err(|error| error.to_string())?;
-        Ok(Arc::new(EmulatedModule(Emulator::new(text)?)))
+        if let Some(loaded) = &self.loaded {
+            loaded.lock().push(text.trim_end_matches('\0').to_owned());
+        }
+        Ok(Arc::new(EmulatedModule(Emulator::new(text)?, self.gate.clone())))
     }
 
     fn forget(&self, _stream: usize) {}
@@ -58,6 +93,7 @@ impl HostModule for EmulatedModule {
     fn launch(&self, launch: &HostLaunch<'_>) {
         let mut memory = DeviceMemory::of(Box::new(Mapped(launch.memory.clone())));
         let ran = self.0.run(&mut memory, launch.params, launch.groups, launch.items);
+        self.1.pass();
         // Nobody would hear of a panic here.
         if let Err(why) = ran {
             eprintln!("a kernel failed in the emulator: {why}");
@@ -161,11 +197,11 @@ pub(crate) fn within(bytes: u64) -> CudaDevice {
 }
 
 fn emulated(has_library: bool) -> OpenOptions {
-    emulated_with(has_library.then(Arc::default))
+    emulated_with(Emulated { products: has_library.then(Arc::default), ..Emulated::default() })
 }
 
-fn emulated_with(products: Option<Arc<Mutex<Vec<Product>>>>) -> OpenOptions {
-    let host = HostKernels(Some(Arc::new(Emulated { products })));
+fn emulated_with(emulated: Emulated) -> OpenOptions {
+    let host = HostKernels(Some(Arc::new(emulated)));
     OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() }
 }
 

@@ -27,7 +27,8 @@ fn same_as_here(device: &Place, what: &str, tolerance: f64, make: &dyn Fn() -> T
 #[test]
 fn the_library_is_told_of_all_that_follows_or_of_nothing() {
     let done: Arc<Mutex<Vec<Product>>> = Arc::default();
-    let opened = Device::open(&emulated_with(Some(done.clone()))).unwrap();
+    let opened =
+        Device::open(&emulated_with(Emulated { products: Some(done.clone()), ..Emulated::default() })).unwrap();
     let device = Place::Cuda(CudaDevice::of(opened, "emulated").unwrap());
     // What is done by the library: whether a bias and a residual are added, and the activation; none if by a kernel.
     type Told = Option<(bool, bool, ProductEpilogue)>;
@@ -100,7 +101,8 @@ fn the_library_is_told_of_all_that_follows_or_of_nothing() {
 #[test]
 fn a_number_that_changes_is_no_activation() {
     let done: Arc<Mutex<Vec<Product>>> = Arc::default();
-    let opened = Device::open(&emulated_with(Some(done.clone()))).unwrap();
+    let opened =
+        Device::open(&emulated_with(Emulated { products: Some(done.clone()), ..Emulated::default() })).unwrap();
     let device = Place::Cuda(CudaDevice::of(opened, "emulated").unwrap());
     let (x, y) = (here(&[13, 22], 1, DType::F32), here(&[22, 18], 2, DType::F32));
     let before = crate::plans_made();
