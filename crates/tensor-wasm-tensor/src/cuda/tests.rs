@@ -2,6 +2,7 @@
 //! compiler's emulator does, work item by work item. Everything else is as it is with a driver.
 
 mod products;
+mod snapshots;
 mod uploads;
 
 use std::sync::{Arc, LazyLock};
