@@ -7,9 +7,9 @@ mod uploads;
 
 use std::sync::{Arc, LazyLock};
 
+use parking_lot::Condvar;
 use tensor_wasm_gpu::{
     HostCode, HostKernels, HostLaunch, HostMemory, HostModule, Product, ProductElement, ProductEpilogue, ProductOperand,
-use parking_lot::Condvar;
 };
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, OtherMemory};
 
@@ -18,10 +18,13 @@ use crate::expression::evaluate;
 use crate::operations::{OPERATIONS, examples};
 use crate::{DType, Device as Place, Mode, Tensor, with_device};
 
+#[derive(Default)]
 struct Emulated {
     /// Products that its library has done, if it has one.
-#[derive(Default)]
     products: Option<Arc<Mutex<Vec<Product>>>>,
+    /// The PTX of the kernels that were loaded, if somebody wants to see it.
+    loaded: Option<Arc<Mutex<Vec<String>>>>,
+    gate: Arc<Gate>,
 }
 
 struct EmulatedModule(Emulator, Arc<Gate>);
@@ -51,9 +54,6 @@ impl Gate {
         }
     }
 }
-    /// The PTX of the kernels that were loaded, if somebody wants to see it.
-    loaded: Option<Arc<Mutex<Vec<String>>>>,
-    gate: Arc<Gate>,
 
 /// A product as the device's library would do it, but for the order of its sums; and where it is seen that it was done.
 struct EmulatedProduct(Product, Arc<Mutex<Vec<Product>>>);
@@ -92,9 +92,9 @@ impl HostModule for EmulatedModule {
     }
 
     fn launch(&self, launch: &HostLaunch<'_>) {
+        self.1.pass();
         let mut memory = DeviceMemory::of(Box::new(Mapped(launch.memory.clone())));
         let ran = self.0.run(&mut memory, launch.params, launch.groups, launch.items);
-        self.1.pass();
         // Nobody would hear of a panic here.
         if let Err(why) = ran {
             eprintln!("a kernel failed in the emulator: {why}");
@@ -521,19 +521,26 @@ fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
 
 #[test]
 fn a_plan_that_runs_again_is_replayed() {
-    let w = Tensor::normal(&[8, 8], 3, DType::F32);
-    w.realize().unwrap();
+    // Of its own: where buffers lie is nobody else's doing.
+    let device = Place::Cuda(CudaDevice::of(Device::open(&emulated(false)).unwrap(), "replayed").unwrap());
+    let w = with_device(&Place::Cpu, || normal(&[8, 8], 3, DType::F32));
     let step = |x: &Tensor| (x.matmul(&w) + 0.5).tanh().softmax(1);
     let run = || {
         let mut x = Tensor::normal(&[4, 8], 1, DType::F32);
-        for _ in 0..6 {
+        let mut counts = Vec::new();
+        for _ in 0..10 {
             x = step(&x);
             x.realize().unwrap();
+            counts.push((execute::graphs_made(), execute::graphs_replayed()));
         }
-        x.to_f64().unwrap()
+        (x.to_f64().unwrap(), counts)
     };
-    let (here, there) = (run(), with_device(&DEVICE, run));
+    let ((here, none), (there, counts)) = (with_device(&Place::Cpu, run), with_device(&device, run));
     assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
+    assert!(none.iter().all(|count| *count == none[0]), "on a CPU there are none");
+    let since = |n: usize| (counts[9].0 - counts[n].0, counts[9].1 - counts[n].1);
+    assert!(since(1).0 > 0, "a graph is made: {counts:?}");
+    assert_eq!(since(5), (0, 4), "and replayed: {counts:?}");
 }
 
 /// Leaves that lie in one buffer, and others of the same shapes that lie in another: a graph is of one or the other.
@@ -570,7 +577,7 @@ fn what_is_too_large_for_a_kernel_is_refused_before_it_is_allocated() {
 
 type MakeOptimizer = dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>;
 
-/// Weights of a small network after some steps, and how many graphs were recorded in the last of them.
+/// Weights of a small network after some steps, and how many graphs were recorded in the last of them, and before.
 fn trained(make: &MakeOptimizer) -> (Vec<f64>, u64, u64) {
     use crate::nn::Module;
     let layer = |inputs, outputs, seed| crate::nn::Linear::new(inputs, outputs, seed);
@@ -580,6 +587,7 @@ fn trained(make: &MakeOptimizer) -> (Vec<f64>, u64, u64) {
     images.realize().unwrap();
     let labels = Tensor::from_slice(&[0_i64, 2, 1, 2], &[4]);
     let mut optimizer = make(&model.parameters());
+    let before = execute::graphs_made();
     let (mut graphs, mut used) = (0, 0);
     for step in 0..8 {
         model.forward(&images).cross_entropy(&labels).backward().unwrap();
@@ -595,7 +603,7 @@ fn trained(make: &MakeOptimizer) -> (Vec<f64>, u64, u64) {
         assert_eq!(device.used_bytes(), used, "steps leave nothing behind");
     }
     let weights = model.parameters().iter().flat_map(|variable| variable.get().to_f64().unwrap()).collect();
-    (weights, execute::graphs_made() - graphs, graphs)
+    (weights, execute::graphs_made() - graphs, graphs - before)
 }
 
 #[test]
@@ -610,6 +618,7 @@ fn training_writes_over_what_it_replaces_and_soon_records_no_more() {
         let (expected, ..) = trained(make);
         let (found, recorded, graphs) = with_device(&device, || trained(make));
         assert!(expected.iter().zip(&found).all(|(a, b)| is_close(*a, *b, 1e-5)), "{expected:?} {found:?}");
+        assert!(graphs > 0, "none is recorded");
         assert_eq!(recorded, 0, "after {graphs}");
     }
 }

@@ -191,3 +191,42 @@ fn rectifiers_keep_what_is_no_number() {
         same_as_here(&with_library(), &format!("{dtype} less"), 3e-2, &|| (&bias + x.matmul(&-&y)).relu());
     }
 }
+
+/// In a process of its own: it is asked of all threads.
+#[test]
+fn products_are_in_tf32_only_if_asked_for() {
+    const ALONE: &str = "CUDA_TESTS_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let name = std::thread::current().name().unwrap().to_owned();
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        let run = alone.args([&name, "--exact", "--nocapture"]).env(ALONE, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&run.stdout).into_owned() + &String::from_utf8_lossy(&run.stderr);
+        assert!(run.status.success() && said.contains("1 passed"), "{said}");
+        return;
+    }
+    let devices = match crate::device() {
+        gpu @ Place::Cuda(_) => vec![gpu, DEVICE.clone(), WITH_LIBRARY.clone()],
+        _ => vec![DEVICE.clone(), WITH_LIBRARY.clone()],
+    };
+    let (x, y) = with_device(&Place::Cpu, || (normal(&[48, 96], 1, DType::F32), normal(&[96, 72], 2, DType::F32)));
+    let exact = with_device(&Place::Cpu, || x.cast(DType::F64).matmul(&y.cast(DType::F64)).to_f64().unwrap());
+    let sizes =
+        with_device(&Place::Cpu, || x.cast(DType::F64).abs().matmul(&y.cast(DType::F64).abs()).to_f64().unwrap());
+    for device in &devices {
+        let run = || with_device(device, || x.matmul(&y).to_f64().unwrap());
+        let by = || with_device(device, || x.matmul(&y).explain().unwrap()).kernels[0].by.clone().unwrap();
+        let error = |found: &[f64]| {
+            let one = |((found, exact), size): ((&f64, &f64), &f64)| (found - exact).abs() / size;
+            found.iter().zip(&exact).zip(&sizes).map(one).fold(0.0, f64::max)
+        };
+        for _ in 0..2 {
+            assert!(!by().contains("tf32"), "{device:?}: {}", by());
+            assert!(error(&run()) < 1e-6, "{device:?}: {}", error(&run()));
+            set_tf32(true);
+            assert!(by().contains("in tf32"), "{device:?}: {}", by());
+            // Ten bits of each operand, cut off or rounded.
+            assert!(error(&run()) < 2.0 / 1024.0, "{device:?}: {}", error(&run()));
+            set_tf32(false);
+        }
+    }
+}

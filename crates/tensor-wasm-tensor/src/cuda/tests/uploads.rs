@@ -1,4 +1,4 @@
-//! Elements that are copied to a device while kernels run there.
+//! What waits for a device, and what does not: copies to it while kernels run there, plans, and whoever reads a number.
 
 use super::*;
 
@@ -104,5 +104,34 @@ fn uploads_of_any_size_arrive() {
             };
             assert!(found.chunks(4).enumerate().all(is_right), "{count}");
         }
+    });
+}
+
+/// However many kernels a plan has, whoever reads a number of it waits for the device once.
+#[test]
+fn reading_a_number_is_one_round_trip() {
+    let device = Place::Cuda(CudaDevice::of(Device::open(&emulated(false)).unwrap(), "trips").unwrap());
+    let w = with_device(&Place::Cpu, || normal(&[8, 8], 3, DType::F32));
+    with_device(&device, || {
+        let mut x = Tensor::normal(&[4, 8], 1, DType::F32);
+        let mut trips = Vec::new();
+        for _ in 0..8 {
+            let before = execute::round_trips();
+            x = (x.matmul(&w) + 0.5).tanh().softmax(1);
+            let loss = x.square().sum(());
+            let indices = x.argmax(1);
+            Tensor::realize_all(&[&x, &loss, &indices]).unwrap();
+            assert_eq!(execute::round_trips() - before > 0, trips.len() < 4, "computing is none: {trips:?}");
+            let before = execute::round_trips();
+            assert!(loss.item::<f32>().unwrap() > 0.0);
+            trips.push(execute::round_trips() - before);
+        }
+        assert_eq!(trips, [1; 8]);
+        // Many that are read after one another, each computed before any is read: what is over is not waited for.
+        let sums: Vec<Tensor> = (0..3).map(|n| (&x + f64::from(n)).sum(())).collect();
+        Tensor::realize_all(&sums.iter().collect::<Vec<_>>()).unwrap();
+        let before = execute::round_trips();
+        assert!(sums.iter().all(|sum| sum.item::<f32>().is_ok()));
+        assert_eq!(execute::round_trips() - before, 3);
     });
 }
