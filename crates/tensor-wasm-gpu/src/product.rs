@@ -12,7 +12,7 @@ pub enum ProductElement {
     F64,
 }
 
-/// What is done to a sum before it is stored.
+/// What is done to a sum, with everything that is added to it, before it is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProductEpilogue {
     None,
@@ -34,9 +34,10 @@ pub struct ProductOperand {
     pub alignment: u64,
 }
 
-/// A product, whose image is loaded as a module with one kernel, [`Product::ENTRY`]. It takes five addresses: left
-/// operand, right operand, result, bias and workspace, of which the last two may be any where there is none. Whoever
-/// launches it vouches for the sizes: as for any kernel, only the beginnings of buffers are checked.
+/// A product, whose image is loaded as a module with one kernel, [`Product::ENTRY`]. It takes six addresses: left
+/// operand, right operand, result, bias, residual and workspace, of which the last three may be any where there is
+/// none. The result is the epilogue of the sums with the residual and the bias. Whoever launches it vouches for the
+/// sizes: as for any kernel, only the beginnings of buffers are checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Product {
     pub element: ProductElement,
@@ -49,6 +50,8 @@ pub struct Product {
     pub right: ProductOperand,
     /// Whether a number for each column is added.
     pub has_bias: bool,
+    /// Whether a matrix that lies as the result does is added, from a multiple of [`Product::ADDED_ALIGNMENT`] on.
+    pub has_residual: bool,
     pub epilogue: ProductEpilogue,
     /// Bytes that there are at the workspace's address.
     pub workspace_bytes: u64,
@@ -57,14 +60,17 @@ pub struct Product {
 /// No text of a module, and no ELF file, begins so.
 const MAGIC: [u8; 8] = *b"\0product";
 
-const WORDS: usize = 16;
+const WORDS: usize = 17;
 
 impl Product {
     /// The name of its kernel.
     pub const ENTRY: &str = "product";
 
-    /// Its parameters: five addresses.
-    pub const PARAMS: [(u32, u32); 5] = [(0, 8), (8, 8), (16, 8), (24, 8), (32, 8)];
+    /// Its parameters: six addresses.
+    pub const PARAMS: [(u32, u32); 6] = [(0, 8), (8, 8), (16, 8), (24, 8), (32, 8), (40, 8)];
+
+    /// What the addresses of a bias and of a residual are multiples of, in bytes: the most that is read at once.
+    pub const ADDED_ALIGNMENT: u32 = 16;
 
     pub fn is_image(image: &[u8]) -> bool {
         image.starts_with(&MAGIC)
@@ -75,11 +81,12 @@ impl Product {
         let operand = |operand: &ProductOperand| {
             [u64::from(operand.is_by_columns), operand.stride, operand.batch_stride, operand.alignment]
         };
-        let words = [
-            [self.element as u64, self.rows, self.columns, self.depth],
-            [self.batches, u64::from(self.has_bias), self.epilogue as u64, self.workspace_bytes],
-            operand(&self.left),
-            operand(&self.right),
+        let words: [&[u64]; 5] = [
+            &[self.element as u64, self.rows, self.columns, self.depth, self.batches],
+            &[u64::from(self.has_bias), u64::from(self.has_residual), self.epilogue as u64],
+            &[self.workspace_bytes],
+            &operand(&self.left),
+            &operand(&self.right),
         ];
         MAGIC.into_iter().chain(words.concat().into_iter().flat_map(u64::to_le_bytes)).collect()
     }
@@ -98,7 +105,7 @@ impl Product {
             _ => return None,
         };
         let [rows, columns, depth, batches] = [next(), next(), next(), next()];
-        let has_bias = flag(next())?;
+        let (has_bias, has_residual) = (flag(next())?, flag(next())?);
         let epilogue = match next() {
             0 => ProductEpilogue::None,
             1 => ProductEpilogue::Relu,
@@ -111,7 +118,19 @@ impl Product {
             Some(ProductOperand { is_by_columns, stride: next(), batch_stride: next(), alignment: next() })
         };
         let (left, right) = (operand()?, operand()?);
-        let read = Product { element, rows, columns, depth, batches, left, right, has_bias, epilogue, workspace_bytes };
+        let read = Product {
+            element,
+            rows,
+            columns,
+            depth,
+            batches,
+            left,
+            right,
+            has_bias,
+            has_residual,
+            epilogue,
+            workspace_bytes,
+        };
         read.is_sound().then_some(read)
     }
 
@@ -154,6 +173,7 @@ mod tests {
             left,
             right,
             has_bias: true,
+            has_residual: true,
             epilogue: ProductEpilogue::Gelu,
             workspace_bytes: 1 << 25,
         }
@@ -184,7 +204,7 @@ mod tests {
         for at in 0..WORDS {
             let mut image = product().to_image();
             image[8 + at * 8 + 7] = 0xff;
-            let is_free = [7, 10, 14].contains(&at);
+            let is_free = [8, 11, 15].contains(&at);
             assert!(Product::from_image(&image).is_none() || is_free, "word {at}");
         }
     }

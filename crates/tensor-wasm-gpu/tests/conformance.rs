@@ -65,6 +65,7 @@ const CASES: &[Case] = &[
     ("a_module_that_the_compiler_fails_on_costs_nobody_the_lane", streams::failing_compiler),
     ("streams_of_a_tenant_run_side_by_side", streams::side_by_side),
     ("a_buffer_is_used_in_the_order_asked_for_on_whatever_streams", streams::buffers_across_streams),
+    ("copies_that_nobody_waits_for_have_the_bytes_there_were", streams::writes_ahead),
     ("steps_of_a_graph_that_depend_on_others_come_after_those", streams::branched_graphs),
     ("more_streams_than_there_are_is_sharing_not_failing", streams::shared_streams),
     ("sixteen_streams_get_no_more_of_a_contended_device_than_one", streams::contended_streams),

@@ -43,7 +43,7 @@ pub use account::{Account, AccountLimits, PlanNeed, Supervisor, charged_to, supe
 pub use autograd::{grad, no_grad};
 pub use cpu::{memory_limit, set_memory_limit, set_threads, threads, used_bytes};
 #[cfg(feature = "cuda")]
-pub use cuda::execute::graphs_made;
+pub use cuda::execute::{graphs_made, graphs_replayed, round_trips};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaDevice, set_tf32};
 pub use device::{Device, device, set_device, with_device};

@@ -74,6 +74,38 @@ impl Stream {
         if bytes.len() <= PAYLOAD_BYTES_MAX {
             return self.write_inline(buffer, offset, bytes)?.await;
         }
+        for completion in self.write_pieces(buffer, offset, bytes).await? {
+            completion.await?;
+        }
+        Ok(())
+    }
+
+    /// The same without waiting for the copy, which is over when what is returned is: the bytes have been read. Large
+    /// ones, which pass through more of staging than one may leave to a copy that nobody waits for, are done when it
+    /// returns, and nothing is returned.
+    pub fn write_ahead(&self, buffer: Handle, offset: u64, bytes: &[u8]) -> Result<Option<Completion>, DeviceError> {
+        if bytes.len() <= PAYLOAD_BYTES_MAX {
+            return self.write_inline(buffer, offset, bytes).map(Some);
+        }
+        if bytes.len() >= PARALLEL_BYTES_MIN {
+            return self.write_blocking(buffer, offset, bytes).map(|()| None);
+        }
+        // The last of them: a stream does them in order.
+        let last = block_on(self.write_pieces(buffer, offset, bytes))?.pop_back();
+        // Somebody has to see that it is over, so that its blocks come back.
+        if let Some(Completion(ticket)) = &last {
+            ticket.notice();
+        }
+        Ok(last)
+    }
+
+    /// Sends a copy in pieces, and returns what is under way of them when the last was sent.
+    async fn write_pieces(
+        &self,
+        buffer: Handle,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<VecDeque<Completion>, DeviceError> {
         self.check_range(buffer, offset, bytes.len())?;
         self.zero_first(buffer)?;
         let bound = self.state.bound()?;
@@ -93,10 +125,7 @@ impl Stream {
             };
             under_way.push_back(self.write_block(block, buffer, offset + n as u64 * BLOCK_BYTES, piece)?);
         }
-        for completion in under_way {
-            completion.await?;
-        }
-        Ok(())
+        Ok(under_way)
     }
 
     /// The same in this thread and, for large copies, some helpers.

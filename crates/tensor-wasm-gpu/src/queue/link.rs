@@ -784,6 +784,11 @@ impl Ticket {
         self.link.is_over(self.stream, self.number)
     }
 
+    /// Has the completion thread see that it is over, also if nobody waits for it.
+    pub(crate) fn notice(&self) {
+        self.link.register(self.stream, self.number, Waker::noop().clone());
+    }
+
     /// The job, for whoever has to come after it.
     pub(crate) fn as_use(&self) -> StreamUse {
         StreamUse { stream: half(self.stream), number: self.number }

@@ -223,6 +223,39 @@ pub(super) fn buffers_across_streams(setup: &Setup) {
     assert_eq!(device.restarts(), 0);
 }
 
+/// Copies that nobody waits for, more than staging has blocks, each behind a kernel on another stream.
+pub(super) fn writes_ahead(setup: &Setup) {
+    const BYTES: usize = 3 << 20;
+    let device = with_kernels(setup, |_| ());
+    let tenant = device.tenant("ahead", TenantLimits::default()).unwrap();
+    let kernel = test_kernel(&tenant, "spin");
+    let (a, b) = (tenant.stream(), tenant.stream());
+    let buffers: Vec<Buffer> = (0..8).map(|_| tenant.buffer(BYTES as u64).unwrap()).collect();
+    let mut bytes = vec![0; BYTES];
+    for round in 0..3 {
+        for (n, buffer) in (10 * round..).zip(&buffers) {
+            drop(spin(&a, &kernel, Duration::from_millis(2)));
+            drop(a.fill(buffer.handle(), 0, 1_000, 0xff).unwrap());
+            bytes.fill(n);
+            drop(b.write_ahead(buffer.handle(), 0, &bytes).unwrap().unwrap());
+            // They have been read.
+            bytes.fill(0xee);
+        }
+        for (n, buffer) in (10 * round..).zip(&buffers) {
+            assert!(read(&tenant, buffer.handle(), 0, BYTES).iter().all(|byte| *byte == n), "round {round}");
+        }
+    }
+    let (few, many) = (random_bytes(1, 100), random_bytes(2, 9 << 20));
+    b.write_ahead(buffers[0].handle(), 50, &few).unwrap().unwrap().wait().unwrap();
+    assert_eq!(read(&tenant, buffers[0].handle(), 50, 100), few);
+    let large = tenant.buffer(9 << 20).unwrap();
+    assert!(b.write_ahead(large.handle(), 0, &many).unwrap().is_none(), "it is done");
+    assert!(read(&tenant, large.handle(), 0, 9 << 20) == many);
+    let beyond = b.write_ahead(buffers[0].handle(), 1, &bytes).err();
+    assert!(matches!(beyond, Some(DeviceError::OutOfRange { .. })), "{beyond:?}");
+    assert_eq!(device.restarts(), 0);
+}
+
 pub(super) fn branched_graphs(setup: &Setup) {
     const BYTES: u64 = 100_000;
     let tenant = setup.tenant("branches");

@@ -151,15 +151,19 @@ fn run(
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let last = compiled.plan.steps.last().map_or(0, crate::schedule::plan::Step::node);
+    let is_measured = compiled.history.lock().is_measured_next(on);
     // Copies are not what is measured: they are known from the link.
     for leaf in leaves {
+        let is_copied = !leaf.storage.is_on(device);
         let copied = match on {
             Processor::Cpu => leaf.storage.cpu().map(drop),
-            Processor::Gpu => leaf.storage.cuda(device).map(drop),
+            Processor::Gpu => match leaf.storage.cuda(device) {
+                Ok(copy) if is_measured && is_copied => copy.wait(),
+                copied => copied.map(drop),
+            },
         };
         copied.map_err(|what| (last, what))?;
     }
-    let is_measured = compiled.history.lock().is_measured_next(on);
     let begun = Instant::now();
     let values = match on {
         Processor::Cpu => crate::cpu::execute::execute(compiled, leaves, parameters)?,

@@ -19,25 +19,60 @@ use crate::schedule::plan::{BufferView, Parameter, Plan, Source, Step, ValueKind
 /// Graphs that are kept of a plan: its buffers lie in some few ways, one after the other.
 const GRAPHS_MAX: usize = 4;
 
+/// What a number that comes with a run takes.
+const WORD_BYTES: usize = 8;
+
 /// Launches that are sent at once.
 const BATCH_MAX: usize = 512;
 
 /// The same for a plan under a supervisor, which is asked in between.
 const SUPERVISED_BATCH_MAX: usize = 64;
 
+/// What a thread had of devices so far.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Counts {
+    pub graphs_made: u64,
+    pub graphs_replayed: u64,
+    pub round_trips: u64,
+}
+
 thread_local! {
-    static GRAPHS_MADE: Cell<u64> = const { Cell::new(0) };
+    static COUNTS: Cell<Counts> = const { Cell::new(Counts { graphs_made: 0, graphs_replayed: 0, round_trips: 0 }) };
+}
+
+pub(super) fn count(change: impl FnOnce(&mut Counts)) {
+    let mut counts = COUNTS.get();
+    change(&mut counts);
+    COUNTS.set(counts);
 }
 
 /// Graphs of plans that were recorded for this thread. A loop that does the same in every step records none after its
 /// first few, in which its buffers come to lie as they will.
 pub fn graphs_made() -> u64 {
-    GRAPHS_MADE.get()
+    COUNTS.get().graphs_made
+}
+
+/// Runs of plans, for this thread, that were the replay of a graph recorded in an earlier run.
+pub fn graphs_replayed() -> u64 {
+    COUNTS.get().graphs_replayed
+}
+
+/// How often this thread has waited for a device: for what it read, for kernels to be loaded, for a graph to be
+/// recorded.
+pub fn round_trips() -> u64 {
+    COUNTS.get().round_trips
 }
 
 /// A plan as a device has it, once it has run there.
 #[derive(Default)]
-pub(crate) struct CudaKernels(Mutex<Option<PlanState>>);
+pub(crate) struct CudaKernels(Mutex<Kept>);
+
+#[derive(Default)]
+struct Kept {
+    state: Option<PlanState>,
+    /// Whether numbers that a library was told of have changed from run to run: it is not told again.
+    numbers_change: bool,
+}
 
 /// A plan's launches as they were recorded.
 struct PlanGraph {
@@ -59,6 +94,8 @@ struct PlanState {
     runs: usize,
     /// What [`super::set_tf32`] said when it was lowered.
     is_tf32: bool,
+    /// Numbers that it was lowered for.
+    assumed: Vec<(usize, [u8; WORD_BYTES])>,
 }
 
 /// Runs a plan, and returns what its outputs are, or the node that could not be computed. Where there is no memory,
@@ -91,15 +128,19 @@ fn try_execute(
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let last = plan.steps.last().map_or(0, Step::node);
-    let mut state = kernels.0.lock();
-    let is_ready =
-        |state: &PlanState| state.device == *device && state.words.is_there() && state.is_tf32 == super::is_tf32();
+    let words = words_of(plan, parameters);
+    let mut kept = kernels.0.lock();
+    let Kept { state, numbers_change } = &mut *kept;
+    *numbers_change |= state.as_ref().is_some_and(|state| !state.is_for(&words));
+    let is_ready = |state: &PlanState| {
+        state.device == *device && state.words.is_there() && state.is_tf32 == super::is_tf32() && state.is_for(&words)
+    };
     if !state.as_ref().is_some_and(is_ready) {
         *state = None;
-        *state = Some(PlanState::new(device, plan, parameters)?);
+        *state = Some(PlanState::new(device, plan, &words, *numbers_change)?);
     }
-    match state.as_mut() {
-        Some(state) => state.run(plan, leaves, parameters, last),
+    match state {
+        Some(state) => state.run(plan, leaves, words, last),
         None => Err((last, ErrorKind::Bug { why: "a plan was not made".to_owned() })),
     }
 }
@@ -107,12 +148,17 @@ fn try_execute(
 impl CudaKernels {
     /// Lets go of what is kept for the next run, unless there is one now.
     pub(crate) fn give_back(&self) {
-        let kept = self.0.try_lock().and_then(|mut state| state.take());
+        let kept = self.0.try_lock().and_then(|mut kept| kept.state.take());
         drop(kept);
+    }
+
+    /// The numbers of a run that the plan would be lowered for.
+    pub(crate) fn words(&self, plan: &Plan, parameters: &[Parameter]) -> Option<Vec<u8>> {
+        (!self.0.lock().numbers_change).then(|| words_of(plan, parameters))
     }
 }
 
-/// Numbers that come with a run, as a kernel reads them: eight bytes each.
+/// Numbers that come with a run, as a kernel reads them.
 fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
     let mut types = vec![DType::I64; parameters.len()];
     for step in &plan.steps {
@@ -126,11 +172,17 @@ fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
             }
         }
     }
-    let word = |(parameter, dtype): (&Parameter, DType)| match parameter {
-        Parameter::Scalar(scalar) => register_of(*scalar, dtype),
-        Parameter::Seed(seed) => seed.to_le_bytes(),
+    let word = |(parameter, dtype): (&Parameter, DType)| -> [u8; WORD_BYTES] {
+        match parameter {
+            Parameter::Scalar(scalar) => register_of(*scalar, dtype),
+            Parameter::Seed(seed) => seed.to_le_bytes(),
+        }
     };
     parameters.iter().zip(types).flat_map(word).collect()
+}
+
+fn word_at(words: &[u8], number: usize) -> Option<[u8; WORD_BYTES]> {
+    words.chunks_exact(WORD_BYTES).nth(number)?.try_into().ok()
 }
 
 /// What a plan needs besides what it is given.
@@ -171,25 +223,37 @@ impl MemoryNeed {
 }
 
 impl PlanState {
-    fn new(device: &CudaDevice, plan: &Plan, parameters: &[Parameter]) -> Result<PlanState, (usize, ErrorKind)> {
+    fn new(
+        device: &CudaDevice,
+        plan: &Plan,
+        words: &[u8],
+        numbers_change: bool,
+    ) -> Result<PlanState, (usize, ErrorKind)> {
         let last = plan.steps.last().map_or(0, Step::node);
         let at_end = |what: ErrorKind| (last, what);
         let is_tf32 = super::is_tf32();
-        let lowered = CudaPlan::new(device, plan)?;
+        let lowered = CudaPlan::new(device, plan, (!numbers_change).then_some(words))?;
+        let assumed = lowered.assumed.iter().filter_map(|number| Some((*number, word_at(words, *number)?))).collect();
         let need = MemoryNeed::of(&lowered);
         need.check(device, false).map_err(at_end)?;
         let has_block = need.block_bytes > 0;
         let block = if has_block { Some(need.take(device, need.block_bytes).map_err(at_end)?) } else { None };
-        let words = CudaBuffer::new(device, FLAGS_BYTES + 8 * parameters.len().max(1)).map_err(at_end)?;
+        let words = CudaBuffer::new(device, FLAGS_BYTES + words.len().max(WORD_BYTES)).map_err(at_end)?;
         let device = device.clone();
-        Ok(PlanState { device, lowered, block, words, written: Vec::new(), graphs: Vec::new(), runs: 0, is_tf32 })
+        let (written, graphs, runs) = (Vec::new(), Vec::new(), 0);
+        Ok(PlanState { device, lowered, block, words, written, graphs, runs, is_tf32, assumed })
+    }
+
+    /// Whether it was lowered for these numbers, or for any.
+    fn is_for(&self, words: &[u8]) -> bool {
+        self.assumed.iter().all(|(number, word)| word_at(words, *number) == Some(*word))
     }
 
     fn run(
         &mut self,
         plan: &Plan,
         leaves: &[Value],
-        parameters: &[Parameter],
+        words: Vec<u8>,
         last: usize,
     ) -> Result<Vec<Value>, (usize, ErrorKind)> {
         let at_end = |what: ErrorKind| (last, what);
@@ -215,7 +279,6 @@ impl PlanState {
             };
             outputs.push(made);
         }
-        let words = words_of(plan, parameters);
         if self.written != words {
             // On the stream, before what reads them; after what read those of the run before.
             for (n, part) in words.chunks(Stream::SMALL_BYTES_MAX).enumerate() {
@@ -270,7 +333,7 @@ impl PlanState {
                     LaunchArgument::Leaf(leaf, from) => (inputs.get(*leaf).ok_or_else(missing)?.buffer.handle(), *from),
                     LaunchArgument::Output(at, from) => (outputs.get(*at).ok_or_else(missing)?.buffer.handle(), *from),
                     LaunchArgument::Block(offset) => (block.ok_or_else(missing)?, *offset),
-                    LaunchArgument::Parameters(first) => (words, (FLAGS_BYTES + 8 * first) as u64),
+                    LaunchArgument::Parameters(first) => (words, (FLAGS_BYTES + WORD_BYTES * first) as u64),
                     LaunchArgument::Flags => (words, 0),
                     LaunchArgument::Workspace => (workspace.ok_or_else(missing)?, 0),
                 };
@@ -303,6 +366,7 @@ impl PlanState {
             let is_supervised = account::supervisor().is_some();
             for batch in steps.chunks(if is_supervised { SUPERVISED_BATCH_MAX } else { BATCH_MAX }) {
                 if let Some(before) = last.take().filter(|_| is_supervised) {
+                    count(|counts| counts.round_trips += 1);
                     Completion::wait(before).map_err(|error| failed(&error))?;
                 }
                 account::between_kernels()?;
@@ -318,12 +382,15 @@ impl PlanState {
                 }
             }
             match found {
-                Some(completion) => completion,
+                Some(completion) => {
+                    count(|counts| counts.graphs_replayed += 1);
+                    completion
+                }
                 None => {
                     let after = &self.lowered.after;
                     let record = |stream: &Stream| block_on(stream.graph_branched(&steps, &overwritten, after));
-                    let graph = device.when_possible(record)?;
-                    GRAPHS_MADE.set(GRAPHS_MADE.get() + 1);
+                    let graph = device.when_done(record)?;
+                    count(|counts| counts.graphs_made += 1);
                     let sent = device.when_possible(|stream| stream.replay_over(&graph, &handles, &overwritten))?;
                     self.graphs.insert(0, PlanGraph { graph, buffers });
                     self.graphs.truncate(GRAPHS_MAX);
@@ -339,10 +406,10 @@ impl PlanState {
         let last = plan.steps.last().map_or(0, Step::node);
         let mut flags = [0; FLAGS_BYTES];
         let handle = self.words.buffer.handle();
-        let read = self.device.when_possible(|stream| stream.read_blocking(handle, 0, &mut flags));
+        let read = self.device.when_done(|stream| stream.read_blocking(handle, 0, &mut flags));
         read.map_err(|what| (last, what))?;
         let Some(failure) = CudaPlan::failure(plan, &flags) else { return Ok(()) };
-        let cleared = self.device.when_possible(|stream| stream.write_blocking(handle, 0, &[0; FLAGS_BYTES]));
+        let cleared = self.device.when_done(|stream| stream.write_blocking(handle, 0, &[0; FLAGS_BYTES]));
         cleared.map_err(|what| (last, what))?;
         Err(failure)
     }

@@ -21,7 +21,7 @@ pub(crate) mod tests;
 mod tile;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -65,10 +65,23 @@ pub struct CudaDevice(Arc<Opened>);
 struct Opened {
     name: String,
     tenant: Tenant,
+    /// Of plans, and of what is read back.
     stream: Stream,
+    /// Of what is copied to the device, beside kernels that run there; from the first such copy on.
+    uploads: OnceLock<Stream>,
+    /// The last such copy, if nobody has waited for it. There is one at a time, for each thread that copies: it holds
+    /// blocks of staging, which all tenants share, until what used its buffer's memory before is over.
+    upload: Mutex<Option<Arc<Pending>>>,
     memory_bytes_max: u64,
     /// What the device's library works in: the stream's products are done one after the other.
     workspace: Mutex<Option<Arc<CudaBuffer>>>,
+}
+
+impl Opened {
+    fn new(name: String, tenant: Tenant, stream: Stream, memory_bytes_max: u64) -> Opened {
+        let (uploads, upload, workspace) = (OnceLock::new(), Mutex::default(), Mutex::default());
+        Opened { name, tenant, stream, uploads, upload, memory_bytes_max, workspace }
+    }
 }
 
 impl PartialEq for CudaDevice {
@@ -114,15 +127,14 @@ impl CudaDevice {
             TenantLimits { memory_bytes_max, running_max: JOBS_MAX, waiting_max: JOBS_MAX, ..TenantLimits::default() };
         let tenant = device.tenant("tensors", limits).map_err(|error| failed(&error))?;
         let stream = tenant.stream();
-        let (name, workspace) = (name.to_owned(), Mutex::default());
-        Ok(CudaDevice(Arc::new(Opened { name, tenant, stream, memory_bytes_max, workspace })))
+        Ok(CudaDevice(Arc::new(Opened::new(name.to_owned(), tenant, stream, memory_bytes_max))))
     }
 
     /// A device for tensors of somebody who is a tenant of it already, on a stream of its own: the tenant's quota and
     /// its part of the device's time are theirs.
     pub fn of_tenant(tenant: Tenant, memory_bytes_max: u64) -> CudaDevice {
-        let (name, stream, workspace) = (format!("cuda, {}", tenant.name()), tenant.stream(), Mutex::default());
-        CudaDevice(Arc::new(Opened { name, tenant, stream, memory_bytes_max, workspace }))
+        let (name, stream) = (format!("cuda, {}", tenant.name()), tenant.stream());
+        CudaDevice(Arc::new(Opened::new(name, tenant, stream, memory_bytes_max)))
     }
 
     /// Bytes of its memory that tensors have, and what plans keep for their next run.
@@ -140,7 +152,11 @@ impl CudaDevice {
         let wait = || {
             let word = CudaBuffer::new(self, 4)?;
             let mut bytes = [0; 4];
-            self.when_possible(|stream| stream.read_blocking(word.buffer.handle(), 0, &mut bytes))
+            let mut read = |stream: &Stream| stream.read_blocking(word.buffer.handle(), 0, &mut bytes);
+            if let Some(uploads) = self.0.uploads.get() {
+                when_possible(uploads, &mut read)?;
+            }
+            self.when_done(read)
         };
         wait().map_err(|what| crate::TensorError::new("synchronize", what, std::panic::Location::caller()))
     }
@@ -178,13 +194,29 @@ impl CudaDevice {
         &self.0.stream
     }
 
+    /// The stream that elements are copied to the device on, unless they are so few that they travel with a job.
+    fn uploads(&self) -> &Stream {
+        self.0.uploads.get_or_init(|| self.0.tenant.stream())
+    }
+
     /// Sends something, waiting while the line is full.
-    fn when_possible<T>(&self, mut send: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
-        loop {
-            match send(self.stream()) {
-                Err(DeviceError::Busy { .. }) => std::thread::park_timeout(ROOM_PERIOD),
-                sent => return sent.map_err(|error| failed(&error)),
-            }
+    fn when_possible<T>(&self, send: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
+        when_possible(self.stream(), send)
+    }
+
+    /// The same for what is waited for.
+    fn when_done<T>(&self, run: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
+        execute::count(|counts| counts.round_trips += 1);
+        self.when_possible(run)
+    }
+}
+
+/// Sends something on a stream, waiting while the line is full.
+fn when_possible<T>(stream: &Stream, mut send: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
+    loop {
+        match send(stream) {
+            Err(DeviceError::Busy { .. }) => std::thread::park_timeout(ROOM_PERIOD),
+            sent => return sent.map_err(|error| failed(&error)),
         }
     }
 }
@@ -224,11 +256,17 @@ impl Pending {
     /// Whether it is over without anybody waiting; an error if it failed.
     fn is_over(&self) -> Result<bool, ErrorKind> {
         let is_over = self.0.lock().completion.as_ref().is_none_or(Completion::is_over);
-        if is_over { self.wait().map(|()| true) } else { Ok(false) }
+        if is_over { self.settle().map(|()| true) } else { Ok(false) }
     }
 
     /// Waits until it is over.
     fn wait(&self) -> Result<(), ErrorKind> {
+        execute::count(|counts| counts.round_trips += 1);
+        self.settle()
+    }
+
+    /// The same where it is known to be over, which takes no time.
+    fn settle(&self) -> Result<(), ErrorKind> {
         let mut left = Vec::new();
         {
             let mut state = self.0.lock();
@@ -242,7 +280,7 @@ impl Pending {
             }
             left.append(&mut state.before);
         }
-        // Those are over by now: they came before on the same stream. What they were themselves after is over too.
+        // Those are over by now: this came after them. What they were themselves after is over too.
         while let Some(pending) = left.pop() {
             let mut state = pending.0.lock();
             if let Some(completion) = state.completion.take()
@@ -316,8 +354,18 @@ impl CudaBuffer {
             let sent = device.when_possible(|stream| stream.write_small(made.buffer.handle(), 0, from.as_bytes()))?;
             return Ok(CudaBuffer { pending: Pending::new(sent, Vec::new()), ..made });
         }
-        device.when_possible(|stream| stream.write_blocking(made.buffer.handle(), 0, from.as_bytes()))?;
-        Ok(made)
+        // On a stream of its own it runs beside the kernels of earlier plans. What reads it comes after it, and it
+        // comes after what used its memory before: the device keeps that order between streams, buffer by buffer.
+        let last = device.0.upload.lock().take();
+        if let Some(last) = last.filter(|last| !matches!(last.is_over(), Ok(true))) {
+            // If it failed, those who read it are told.
+            let _ = last.wait();
+        }
+        let write = |stream: &Stream| stream.write_ahead(made.buffer.handle(), 0, from.as_bytes());
+        let Some(sent) = when_possible(device.uploads(), write)? else { return Ok(made) };
+        let pending = Pending::new(sent, Vec::new());
+        *device.0.upload.lock() = Some(pending.clone());
+        Ok(CudaBuffer { pending, ..made })
     }
 
     /// Copies them back, once they are computed.
@@ -326,11 +374,11 @@ impl CudaBuffer {
             if bytes.is_empty() {
                 return Ok(());
             }
-            self.device.when_possible(|stream| stream.read_blocking(self.buffer.handle(), 0, bytes))
+            self.device.when_done(|stream| stream.read_blocking(self.buffer.handle(), 0, bytes))
         };
         let buffer = CpuBuffer::filled(self.bytes, read)?;
         // Over by now, as the copy came after it.
-        self.pending.wait()?;
+        self.pending.settle()?;
         buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
     }
 }

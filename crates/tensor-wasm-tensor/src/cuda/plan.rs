@@ -1,7 +1,7 @@
 //! A plan for a GPU: its launches in order, and where everything between them lies. Buffers that nobody sees but the
 //! plan are parts of one block, which they share as their lives allow.
 
-use tensor_wasm_gpu::{Grid, Kernel, Product, ProductElement, block_on};
+use tensor_wasm_gpu::{Grid, Kernel, Product, ProductElement, ProductEpilogue, block_on};
 use tensor_wasm_jit::Target;
 
 use super::halves::HalvedPlan;
@@ -69,6 +69,8 @@ pub(super) struct CudaPlan {
     pub outputs: Vec<PlanOutput>,
     /// What tells whether everything could be computed.
     pub check: Check,
+    /// The numbers of each run that have to be what they were when it was lowered.
+    pub assumed: Vec<usize>,
 }
 
 /// What has to be looked at to know that a plan could be computed: elements decide it.
@@ -148,8 +150,10 @@ fn is_inside(view: &BufferView, size: usize, leaves: &[Value]) -> Option<bool> {
 }
 
 impl CudaPlan {
-    pub(super) fn new(device: &CudaDevice, plan: &Plan) -> Result<CudaPlan, (usize, ErrorKind)> {
+    /// Lowers a plan, for the numbers that a run comes with if they are given.
+    pub(super) fn new(device: &CudaDevice, plan: &Plan, words: Option<&[u8]>) -> Result<CudaPlan, (usize, ErrorKind)> {
         let halved = HalvedPlan::of(plan);
+        let mut assumed = Vec::new();
         let mut steps = Vec::with_capacity(plan.steps.len());
         for (n, step) in halved.steps.iter().enumerate() {
             let Some(step) = step else {
@@ -158,7 +162,8 @@ impl CudaPlan {
             };
             let at_node = |what: ErrorKind| (step.node(), what);
             check_sizes(plan, step).map_err(at_node)?;
-            let by_library = by_library(device, &halved, n).ok();
+            let by_library = by_library(device, &halved, n, words).ok();
+            assumed.extend(by_library.iter().flat_map(ByLibrary::assumed));
             let is_needed = is_product_needed(&halved, n);
             steps.push(lower(step, by_library, is_needed, device.target()).map_err(at_node)?);
         }
@@ -187,7 +192,7 @@ impl CudaPlan {
         }
         let after = order::order(&uses);
         let check = Check::of(&halved);
-        Ok(CudaPlan { launches, after, block_bytes: places.bytes, outputs: places.outputs, check })
+        Ok(CudaPlan { launches, after, block_bytes: places.bytes, outputs: places.outputs, check, assumed })
     }
 
     /// What a failure says that a kernel wrote down.
@@ -222,20 +227,40 @@ fn is_product_needed(plan: &HalvedPlan, step: usize) -> bool {
     }
 }
 
-/// A product as the device's library does it, if it has an algorithm for it, and room to work in; or why not.
-fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize) -> Result<LoweredKernel, String> {
+/// A product as the device's library does it, and what of that which follows it is done on the way: all of it or
+/// nothing.
+struct ByLibrary {
+    product: LoweredKernel,
+    following: Option<product::Following>,
+}
+
+impl ByLibrary {
+    fn assumed(&self) -> &[usize] {
+        self.following.as_ref().map_or(&[], |following| &following.assumed)
+    }
+}
+
+/// A product as the device's library does it, if it has an algorithm for it, and room to work in; or why not. What
+/// follows is done on the way unless the library does not have it for this type.
+fn by_library(device: &CudaDevice, plan: &HalvedPlan, step: usize, words: Option<&[u8]>) -> Result<ByLibrary, String> {
     let Some(Step::Special(kernel)) = &plan.steps[step] else { return Err("it is fused".to_owned()) };
     if matrix::is_small(kernel) {
         return Err("it is small".to_owned());
     }
-    let lowered =
-        product::of(kernel, is_product_needed(plan, step)).ok_or("a library has none of this type or layout")?;
-    let covers = |product: &Program| matches!(product, Program::Product(product) if product.has_bias);
-    if kernel.epilogue.is_some() && !covers(&lowered.program) && matrix::is_quick(kernel, device.target()) {
-        return Err("it is as quick, and computes what follows on the way".to_owned());
+    let whole = product::following(kernel, is_product_needed(plan, step), words);
+    let made = |following: Option<product::Following>| {
+        let none = || "a library has none of this type or layout".to_owned();
+        let product = product::of(kernel, following.as_ref()).ok_or_else(none)?;
+        if kernel.epilogue.is_some() && following.is_none() && matrix::is_quick(kernel, device.target()) {
+            return Err("it is as quick, and computes what follows on the way".to_owned());
+        }
+        let loaded = device.workspace().and_then(|_| load_program(device, &product.program));
+        loaded.map(|_| ByLibrary { product, following }).map_err(|why| why.to_string())
+    };
+    match whole {
+        Some(whole) => made(Some(whole)).or_else(|_| made(None)),
+        None => made(None),
     }
-    let made = device.workspace().and_then(|_| load_program(device, &lowered.program));
-    made.map(|_| lowered).map_err(|why| why.to_string())
 }
 
 /// What became of a step, for people.
@@ -246,8 +271,8 @@ pub(crate) struct ExplainedStep {
     pub launches: Vec<String>,
 }
 
-/// What becomes of each step of a plan, for people.
-pub(crate) fn explain(device: &CudaDevice, plan: &Plan) -> Vec<ExplainedStep> {
+/// What becomes of each step of a plan, for people, and for the numbers of a run if they are given.
+pub(crate) fn explain(device: &CudaDevice, plan: &Plan, words: Option<&[u8]>) -> Vec<ExplainedStep> {
     let (halved, target) = (HalvedPlan::of(plan), device.target());
     let launch = |kernel: &LoweredKernel| match kernel.program {
         Program::Built(_) => format!("{}×{}", kernel.groups, kernel.items),
@@ -256,7 +281,7 @@ pub(crate) fn explain(device: &CudaDevice, plan: &Plan) -> Vec<ExplainedStep> {
     let explained = |n: usize| {
         // Casts around a product that takes halves as they are, and what a device cannot do, are no launches.
         let Some(step) = &halved.steps[n] else { return ExplainedStep { by: None, launches: Vec::new() } };
-        let library = by_library(device, &halved, n);
+        let library = by_library(device, &halved, n, words);
         let by = match step {
             Step::Special(SpecialKernel { op: Op::Attention { .. }, dtype, .. }) => {
                 Some(attention::explained(*dtype, true))
@@ -278,14 +303,13 @@ pub(crate) fn explain(device: &CudaDevice, plan: &Plan) -> Vec<ExplainedStep> {
 }
 
 /// The library, or why not; then a kernel of our own, on tensor cores or why not.
-fn product_by(kernel: &SpecialKernel, library: &Result<LoweredKernel, String>, own: Result<(), &str>) -> String {
+fn product_by(kernel: &SpecialKernel, library: &Result<ByLibrary, String>, own: Result<(), &str>) -> String {
     let dtype = if kernel.dtype.size() == 2 { format!(" in {}", kernel.dtype) } else { String::new() };
     match library {
-        Ok(lowered) => match &lowered.program {
+        Ok(ByLibrary { product, .. }) => match &product.program {
             Program::Product(product) => {
                 let tf32 = if product.element == ProductElement::Tf32 { " in tf32" } else { "" };
-                let bias = if product.has_bias { ", with the bias" } else { "" };
-                format!("cuBLASLt{dtype}{tf32}{bias}")
+                format!("cuBLASLt{dtype}{tf32}{}", done_on_the_way(product))
             }
             Program::Built(_) => "own kernel".to_owned(),
         },
@@ -301,9 +325,25 @@ fn product_by(kernel: &SpecialKernel, library: &Result<LoweredKernel, String>, o
     }
 }
 
+/// What a library does of that which follows, as ", with the bias and relu".
+fn done_on_the_way(product: &Product) -> String {
+    let activation = match product.epilogue {
+        ProductEpilogue::None => None,
+        ProductEpilogue::Relu => Some("relu"),
+        ProductEpilogue::Gelu => Some("gelu_approximate"),
+    };
+    let added = [(product.has_bias, "the bias"), (product.has_residual, "the residual")];
+    let done: Vec<&str> = added.into_iter().filter_map(|(is, what)| is.then_some(what)).chain(activation).collect();
+    match &done[..] {
+        [] => String::new(),
+        [only] => format!(", with {only}"),
+        [first @ .., last] => format!(", with {} and {last}", first.join(", ")),
+    }
+}
+
 fn lower(
     step: &Step,
-    by_library: Option<LoweredKernel>,
+    by_library: Option<ByLibrary>,
     is_product_needed: bool,
     target: Target,
 ) -> Result<LoweredStep, ErrorKind> {
@@ -313,8 +353,8 @@ fn lower(
         Step::Special(kernel) => {
             let mut is_all = false;
             let mut lowered = match by_library {
-                Some(product) => {
-                    is_all = matches!(&product.program, Program::Product(product) if product.has_bias);
+                Some(ByLibrary { product, following }) => {
+                    is_all = following.is_some();
                     LoweredStep { kernels: vec![product], scratch_bytes: Vec::new() }
                 }
                 None => match matrix::lower(kernel, is_product_needed, target) {
@@ -407,7 +447,7 @@ fn load_program(device: &CudaDevice, program: &Program) -> Result<(Kernel, u32),
         }
         Program::Product(product) => (product.to_image(), Product::ENTRY.to_owned(), 0),
     };
-    let kernel = device.when_possible(|stream| {
+    let kernel = device.when_done(|stream| {
         block_on(async {
             let module = stream.load(&image).await?;
             stream.kernel(&module, &entry).await

@@ -1,10 +1,15 @@
 //! Plans for a GPU, run where there is none: the device is the CPU's, and what it is given to run is PTX, which the
 //! compiler's emulator does, work item by work item. Everything else is as it is with a driver.
 
+mod products;
+mod snapshots;
+mod uploads;
+
 use std::sync::{Arc, LazyLock};
 
+use parking_lot::Condvar;
 use tensor_wasm_gpu::{
-    HostCode, HostKernels, HostLaunch, HostMemory, HostModule, Product, ProductElement, ProductOperand,
+    HostCode, HostKernels, HostLaunch, HostMemory, HostModule, Product, ProductElement, ProductEpilogue, ProductOperand,
 };
 use tensor_wasm_jit::emulate::{DeviceMemory, Emulator, OtherMemory};
 
@@ -13,14 +18,45 @@ use crate::expression::evaluate;
 use crate::operations::{OPERATIONS, examples};
 use crate::{DType, Device as Place, Mode, Tensor, with_device};
 
+#[derive(Default)]
 struct Emulated {
-    has_library: bool,
+    /// Products that its library has done, if it has one.
+    products: Option<Arc<Mutex<Vec<Product>>>>,
+    /// The PTX of the kernels that were loaded, if somebody wants to see it.
+    loaded: Option<Arc<Mutex<Vec<String>>>>,
+    gate: Arc<Gate>,
 }
 
-struct EmulatedModule(Emulator);
+struct EmulatedModule(Emulator, Arc<Gate>);
 
-/// A product as the device's library would do it, but for the order of its sums.
-struct EmulatedProduct(Product);
+/// What kernels wait at before they run, while it is closed.
+#[derive(Default)]
+struct Gate {
+    is_closed: Mutex<bool>,
+    opened: Condvar,
+    /// Whether a kernel waited for longer than anybody would keep it closed.
+    is_broken: AtomicBool,
+}
+
+impl Gate {
+    fn set(&self, is_closed: bool) {
+        *self.is_closed.lock() = is_closed;
+        self.opened.notify_all();
+    }
+
+    fn pass(&self) {
+        let mut is_closed = self.is_closed.lock();
+        while *is_closed {
+            if self.opened.wait_for(&mut is_closed, Duration::from_secs(20)).timed_out() {
+                self.is_broken.store(true, Ordering::Relaxed);
+                return;
+            }
+        }
+    }
+}
+
+/// A product as the device's library would do it, but for the order of its sums; and where it is seen that it was done.
+struct EmulatedProduct(Product, Arc<Mutex<Vec<Product>>>);
 
 struct Mapped(Arc<HostMemory>);
 
@@ -37,11 +73,14 @@ impl OtherMemory for Mapped {
 impl HostCode for Emulated {
     fn load(&self, _stream: usize, image: &[u8]) -> Result<Arc<dyn HostModule>, String> {
         if Product::is_image(image) {
-            let product = Product::from_image(image).filter(|_| self.has_library).ok_or("no library")?;
-            return Ok(Arc::new(EmulatedProduct(product)));
+            let done = self.products.clone().ok_or("no library")?;
+            return Ok(Arc::new(EmulatedProduct(Product::from_image(image).ok_or("no product")?, done)));
         }
         let text = std::str::from_utf8(image).map_err(|error| error.to_string())?;
-        Ok(Arc::new(EmulatedModule(Emulator::new(text)?)))
+        if let Some(loaded) = &self.loaded {
+            loaded.lock().push(text.trim_end_matches('\0').to_owned());
+        }
+        Ok(Arc::new(EmulatedModule(Emulator::new(text)?, self.gate.clone())))
     }
 
     fn forget(&self, _stream: usize) {}
@@ -53,6 +92,7 @@ impl HostModule for EmulatedModule {
     }
 
     fn launch(&self, launch: &HostLaunch<'_>) {
+        self.1.pass();
         let mut memory = DeviceMemory::of(Box::new(Mapped(launch.memory.clone())));
         let ran = self.0.run(&mut memory, launch.params, launch.groups, launch.items);
         // Nobody would hear of a panic here.
@@ -104,8 +144,9 @@ impl HostModule for EmulatedProduct {
     fn launch(&self, launch: &HostLaunch<'_>) {
         let addresses: Vec<u64> =
             launch.params.chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap())).collect();
-        let [left, right, to, bias, _] = addresses[..] else { std::process::abort() };
+        let [left, right, to, bias, residual, _] = addresses[..] else { std::process::abort() };
         let product = &self.0;
+        self.1.lock().push(*product);
         let place = |operand: &ProductOperand, batch: u64, row: u64, column: u64| {
             let within =
                 if operand.is_by_columns { column * operand.stride + row } else { row * operand.stride + column };
@@ -120,7 +161,19 @@ impl HostModule for EmulatedProduct {
                         let a = self.element(launch.memory, left, place(&product.left, batch, row, step));
                         sum += a * self.element(launch.memory, right, place(&product.right, batch, step, column));
                     }
-                    assert!(launch.memory.write(to + at * self.bytes(), &self.stored(sum)));
+                    if product.has_residual {
+                        sum += self.element(launch.memory, residual, at);
+                    }
+                    let result = match product.epilogue {
+                        ProductEpilogue::None => sum,
+                        ProductEpilogue::Relu if sum.is_nan() => sum,
+                        ProductEpilogue::Relu => sum.max(0.0),
+                        ProductEpilogue::Gelu => {
+                            let inner = (sum + 0.044_715 * sum.powi(3)) * std::f64::consts::FRAC_2_PI.sqrt();
+                            sum * 0.5 * (inner.tanh() + 1.0)
+                        }
+                    };
+                    assert!(launch.memory.write(to + at * self.bytes(), &self.stored(result)));
                     at += 1;
                 }
             }
@@ -145,7 +198,11 @@ pub(crate) fn within(bytes: u64) -> CudaDevice {
 }
 
 fn emulated(has_library: bool) -> OpenOptions {
-    let host = HostKernels(Some(Arc::new(Emulated { has_library })));
+    emulated_with(Emulated { products: has_library.then(Arc::default), ..Emulated::default() })
+}
+
+fn emulated_with(emulated: Emulated) -> OpenOptions {
+    let host = HostKernels(Some(Arc::new(emulated)));
     OpenOptions { choice: DeviceChoice::Cpu, host, ..OpenOptions::default() }
 }
 
@@ -401,7 +458,7 @@ fn what_is_computed_follows_what_it_is_computed_from() {
     assert!(is_there(&there) && is_there(&sum) && !is_there(&x), "nothing was read back");
     assert_eq!(sum.item::<f32>().unwrap(), 30.0);
     assert_eq!(there.to(&Place::Cpu).to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
-    assert!(!is_there(&(&x + 1.0)));
+    assert!(!with_device(&Place::Cpu, || is_there(&(&x + 1.0))));
     let elsewhere = with_device(&WITH_LIBRARY, || (&there + 1.0).to_f64().unwrap());
     assert_eq!(elsewhere, [2.0, 3.0, 4.0, 5.0], "from one device to another");
     let far = Tensor::ones(&[1 << 20, 1 << 20], DType::F32).to(&DEVICE);
@@ -464,19 +521,26 @@ fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
 
 #[test]
 fn a_plan_that_runs_again_is_replayed() {
-    let w = Tensor::normal(&[8, 8], 3, DType::F32);
-    w.realize().unwrap();
+    // Of its own: where buffers lie is nobody else's doing.
+    let device = Place::Cuda(CudaDevice::of(Device::open(&emulated(false)).unwrap(), "replayed").unwrap());
+    let w = with_device(&Place::Cpu, || normal(&[8, 8], 3, DType::F32));
     let step = |x: &Tensor| (x.matmul(&w) + 0.5).tanh().softmax(1);
     let run = || {
         let mut x = Tensor::normal(&[4, 8], 1, DType::F32);
-        for _ in 0..6 {
+        let mut counts = Vec::new();
+        for _ in 0..10 {
             x = step(&x);
             x.realize().unwrap();
+            counts.push((execute::graphs_made(), execute::graphs_replayed()));
         }
-        x.to_f64().unwrap()
+        (x.to_f64().unwrap(), counts)
     };
-    let (here, there) = (run(), with_device(&DEVICE, run));
+    let ((here, none), (there, counts)) = (with_device(&Place::Cpu, run), with_device(&device, run));
     assert!(here.iter().zip(&there).all(|(a, b)| is_close(*a, *b, 1e-5)), "{here:?} {there:?}");
+    assert!(none.iter().all(|count| *count == none[0]), "on a CPU there are none");
+    let since = |n: usize| (counts[9].0 - counts[n].0, counts[9].1 - counts[n].1);
+    assert!(since(1).0 > 0, "a graph is made: {counts:?}");
+    assert_eq!(since(5), (0, 4), "and replayed: {counts:?}");
 }
 
 /// Leaves that lie in one buffer, and others of the same shapes that lie in another: a graph is of one or the other.
@@ -513,7 +577,7 @@ fn what_is_too_large_for_a_kernel_is_refused_before_it_is_allocated() {
 
 type MakeOptimizer = dyn Fn(&[crate::Variable]) -> Box<dyn crate::Optimizer>;
 
-/// Weights of a small network after some steps, and how many graphs were recorded in the last of them.
+/// Weights of a small network after some steps, and how many graphs were recorded in the last of them, and before.
 fn trained(make: &MakeOptimizer) -> (Vec<f64>, u64, u64) {
     use crate::nn::Module;
     let layer = |inputs, outputs, seed| crate::nn::Linear::new(inputs, outputs, seed);
@@ -523,6 +587,7 @@ fn trained(make: &MakeOptimizer) -> (Vec<f64>, u64, u64) {
     images.realize().unwrap();
     let labels = Tensor::from_slice(&[0_i64, 2, 1, 2], &[4]);
     let mut optimizer = make(&model.parameters());
+    let before = execute::graphs_made();
     let (mut graphs, mut used) = (0, 0);
     for step in 0..8 {
         model.forward(&images).cross_entropy(&labels).backward().unwrap();
@@ -538,7 +603,7 @@ fn trained(make: &MakeOptimizer) -> (Vec<f64>, u64, u64) {
         assert_eq!(device.used_bytes(), used, "steps leave nothing behind");
     }
     let weights = model.parameters().iter().flat_map(|variable| variable.get().to_f64().unwrap()).collect();
-    (weights, execute::graphs_made() - graphs, graphs)
+    (weights, execute::graphs_made() - graphs, graphs - before)
 }
 
 #[test]
@@ -550,9 +615,10 @@ fn training_writes_over_what_it_replaces_and_soon_records_no_more() {
             Box::new(crate::Adam::new(variables, 0.01))
         }];
     for make in optimizers {
-        let (expected, ..) = trained(make);
+        let (expected, ..) = with_device(&Place::Cpu, || trained(make));
         let (found, recorded, graphs) = with_device(&device, || trained(make));
         assert!(expected.iter().zip(&found).all(|(a, b)| is_close(*a, *b, 1e-5)), "{expected:?} {found:?}");
+        assert!(graphs > 0, "none is recorded");
         assert_eq!(recorded, 0, "after {graphs}");
     }
 }

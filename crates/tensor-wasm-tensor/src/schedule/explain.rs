@@ -108,7 +108,8 @@ pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, Te
     let mut kernels = kernels;
     #[cfg(feature = "cuda")]
     if let Some(cuda) = &placed.cuda {
-        for (kernel, lowered) in kernels.iter_mut().zip(crate::cuda::plan::explain(cuda, plan)) {
+        let words = compiled.cuda.words(plan, &snapshot.parameters);
+        for (kernel, lowered) in kernels.iter_mut().zip(crate::cuda::plan::explain(cuda, plan, words.as_deref())) {
             (kernel.by, kernel.launches) = (lowered.by, Some(lowered.launches));
         }
     }

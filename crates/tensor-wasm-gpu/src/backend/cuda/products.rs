@@ -36,6 +36,7 @@ const PREFERENCE_MAX_WORKSPACE_BYTES: c_int = 1;
 const PREFERENCE_REDUCTION_SCHEMES: c_int = 3;
 const PREFERENCE_MIN_ALIGNMENT_A: c_int = 5;
 const PREFERENCE_MIN_ALIGNMENT_B: c_int = 6;
+const PREFERENCE_MIN_ALIGNMENT_C: c_int = 7;
 /// Partial sums of a product that is split along its depth stay in the precision of sums. In that of the result, as the
 /// other schemes have them, a product of 1001×1003 in `bf16` had ten times the error.
 const REDUCED_IN_COMPUTE_TYPE: u32 = 2;
@@ -43,6 +44,8 @@ const EPILOGUE_DEFAULT: c_int = 1;
 const EPILOGUE_RELU: c_int = 2;
 const EPILOGUE_BIAS: c_int = 4;
 const EPILOGUE_GELU: c_int = 32;
+/// What results begin at multiples of.
+const RESULT_ALIGNMENT: u32 = 256;
 const AS_IT_IS: c_int = 0;
 const TRANSPOSED: c_int = 1;
 
@@ -203,6 +206,7 @@ pub(super) struct PreparedProduct {
     workspace_bytes: usize,
     is_double: bool,
     has_bias: bool,
+    has_residual: bool,
     /// The bias's address is part of the description.
     launching: Mutex<()>,
 }
@@ -224,7 +228,7 @@ impl PreparedProduct {
             ProductElement::Tf32 => (R_32F, COMPUTE_32F_FAST_TF32, R_32F),
             ProductElement::F64 => (R_64F, COMPUTE_64F, R_64F),
         };
-        let Product { rows, columns, depth, batches, left, right, has_bias, .. } = *product;
+        let Product { rows, columns, depth, batches, left, right, has_bias, has_residual, .. } = *product;
         // SAFETY: each call writes a handle to a variable of `Owned::new`'s.
         let description = Owned::new(|to| unsafe { (f.desc_create)(to, compute, scale) }, f.desc_destroy)?;
         let set = |attribute: c_int, value: c_int| {
@@ -258,14 +262,19 @@ impl PreparedProduct {
             }
             Ok::<Owned, DeviceError>(made)
         };
-        let result =
-            ProductOperand { is_by_columns: false, stride: columns, batch_stride: rows * columns, alignment: 256 };
+        let result = ProductOperand {
+            is_by_columns: false,
+            stride: columns,
+            batch_stride: rows * columns,
+            alignment: RESULT_ALIGNMENT.into(),
+        };
         let (left_layout, right_layout) = (layout(rows, depth, &left)?, layout(depth, columns, &right)?);
         let to = layout(rows, columns, &result)?;
         // SAFETY: as above.
         let preference = Owned::new(|to| unsafe { (f.preference_create)(to) }, f.preference_destroy)?;
         let alignment = |operand: &ProductOperand| u32::try_from(operand.alignment.min(256)).unwrap_or(256);
         let (align_a, align_b, workspace) = (alignment(&right), alignment(&left), product.workspace_bytes);
+        let align_c = if has_residual { Product::ADDED_ALIGNMENT } else { RESULT_ALIGNMENT };
         let mut heuristic = Heuristic { algorithm: [0; 8], workspace_bytes: 0, state: 0, waves: 0.0, reserved: [0; 4] };
         let mut count = 0;
         // SAFETY: attributes of eight and four bytes; there is room for the one algorithm that is asked for.
@@ -276,6 +285,7 @@ impl PreparedProduct {
             done((f.preference_set)(at, PREFERENCE_REDUCTION_SCHEMES, (&raw const schemes).cast(), 4))?;
             done((f.preference_set)(at, PREFERENCE_MIN_ALIGNMENT_A, (&raw const align_a).cast(), 4))?;
             done((f.preference_set)(at, PREFERENCE_MIN_ALIGNMENT_B, (&raw const align_b).cast(), 4))?;
+            done((f.preference_set)(at, PREFERENCE_MIN_ALIGNMENT_C, (&raw const align_c).cast(), 4))?;
             done((f.choose)(
                 library.handle,
                 description.what,
@@ -304,6 +314,7 @@ impl PreparedProduct {
             workspace_bytes,
             is_double,
             has_bias,
+            has_residual,
             launching,
             library,
         })
@@ -313,12 +324,14 @@ impl PreparedProduct {
     pub(super) fn launch(&self, stream: cu::CUstream, params: &[u8]) -> Result<(), DeviceError> {
         let mut addresses = params.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes));
         let mut next = || addresses.next().unwrap_or(0);
-        let [left, right, to, bias, workspace] = [next(), next(), next(), next(), next()];
+        let [left, right, to, bias, residual, workspace] = [next(), next(), next(), next(), next(), next()];
         let pointer = |address: u64| address as *mut c_void;
         let (ones, zeros) = ((1.0_f64, 1.0_f32), (0.0_f64, 0.0_f32));
         let number = |(double, single): &(f64, f32)| -> *const c_void {
             if self.is_double { (&raw const *double).cast() } else { (&raw const *single).cast() }
         };
+        // What is added has the result's layout. Without it nothing is read, so that it may be the result itself.
+        let (added, factor) = if self.has_residual { (residual, &ones) } else { (to, &zeros) };
         let f = &self.library.functions;
         let _launching = self.launching.lock();
         if self.has_bias {
@@ -336,8 +349,8 @@ impl PreparedProduct {
                 self.right.what,
                 pointer(left),
                 self.left.what,
-                number(&zeros),
-                pointer(to),
+                number(factor),
+                pointer(added),
                 self.to.what,
                 pointer(to),
                 self.to.what,
