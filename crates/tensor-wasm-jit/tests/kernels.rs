@@ -16,6 +16,7 @@ mod build;
 mod gpu;
 mod host;
 mod math;
+mod products;
 mod snapshots;
 mod subgroups;
 
