@@ -776,17 +776,15 @@ impl Op {
     pub(crate) fn assigned(&self) -> impl Iterator<Item = Reg> + '_ {
         let several = if let Op::Gpu { op, .. } = self { op.assigned() } else { &[] };
         let sums: &[Reg] = if let Op::Product { product, .. } = self { &product.to } else { &[] };
-        let several = several.iter().chain(sums);
-        self.to().into_iter().chain(several.copied())
+        self.to().into_iter().chain(several.iter().chain(sums).copied())
     }
 
     /// All registers it reads.
     pub(crate) fn read(&self) -> impl Iterator<Item = Reg> + '_ {
         let several = if let Op::Gpu { op, .. } = self { Some(op.read()) } else { None };
-        let factors: [&[Reg]; 3] =
-            if let Op::Product { product, .. } = self { [&product.a, &product.b, &product.sums] } else { [&[]; 3] };
-        let factors = factors.into_iter().flatten().copied();
-        self.reads().into_iter().flatten().chain(several.into_iter().flatten()).chain(factors)
+        let factors = if let Op::Product { product, .. } = self { Some(product.read()) } else { None };
+        let several = several.into_iter().flatten().chain(factors.into_iter().flatten());
+        self.reads().into_iter().flatten().chain(several)
     }
 
     /// The memory it reads or writes, and how many bytes of it. A range of any length is not one access, nor is what

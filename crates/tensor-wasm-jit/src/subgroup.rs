@@ -61,6 +61,10 @@ impl Product {
         kind << 2
     }
 
+    pub(crate) fn read(&self) -> impl Iterator<Item = Reg> + '_ {
+        self.a.iter().chain(&self.b).chain(&self.sums).copied()
+    }
+
     /// The elements that a matrix instruction of a GPU multiplies.
     pub(crate) fn element(self) -> MatrixElement {
         match self.half {

@@ -300,10 +300,12 @@ impl SubgroupHelper {
     pub(super) fn all(body: &Body) -> Vec<SubgroupHelper> {
         let mut all = Vec::new();
         for op in &body.ops {
-            let helper = match op {
-                Op::Subgroup { op, value, .. } => SubgroupHelper::of(*op, body.ty(*value)),
-                Op::Product { product, .. } => SubgroupHelper::Multiply(product.half),
-                _ => continue,
+            let helper = if let Op::Subgroup { op, value, .. } = op {
+                SubgroupHelper::of(*op, body.ty(*value))
+            } else if let Op::Product { product, .. } = op {
+                SubgroupHelper::Multiply(product.half)
+            } else {
+                continue;
             };
             if !all.contains(&helper) {
                 all.push(helper);

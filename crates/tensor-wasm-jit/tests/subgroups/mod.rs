@@ -458,12 +458,25 @@ fn model(acts: &[Act], count: usize) -> Vec<u32> {
     accs
 }
 
-/// Runs a program on every item of a group, in the emulator and on the CPU.
-fn ran(acts: &[Act], shape: [u32; 3], is_assembled: bool) -> Launched {
+/// Programs in which items part, groups that run them, and what every item has in the end.
+pub(super) fn parting(made: usize) -> Vec<(Vec<u8>, [u32; 3], Vec<u32>)> {
+    let mut rng = StdRng::seed_from_u64(8);
+    let mut programs: Vec<Vec<Act>> =
+        [("add", "i32"), ("mma", "f16"), ("mma", "bf16")].into_iter().flat_map(by_hand).collect();
+    programs.extend((0..made).map(|_| acts(&mut rng, 3)));
+    let with_shapes = programs.iter().flat_map(|program| {
+        [[31, 1, 1], [33, 1, 1], [96, 1, 1], [4, 4, 8]]
+            .map(|shape| (of_acts(program), shape, model(program, items(shape))))
+    });
+    with_shapes.collect()
+}
+
+/// A kernel in which every item does that.
+fn of_acts(acts: &[Act]) -> Vec<u8> {
     let mut counters = 0;
     let body = text(acts, &mut counters);
     let locals: String = (1..=counters).map(|n| format!("(local $n{n} i32)")).collect();
-    let wasm = module(&format!(
+    module(&format!(
         r#"(func $leave (param $out i32) (param $i i32) (param $acc i32)
              (i32.store (i32.add (local.get $out) (i32.shl (local.get $i) (i32.const 2))) (local.get $acc)))
            (func (export "k") (param $out i32) (local $i i32) (local $acc i32) {locals}
@@ -471,7 +484,12 @@ fn ran(acts: &[Act], shape: [u32; 3], is_assembled: bool) -> Launched {
              (local.set $acc (i32.add (i32.mul (local.get $i) (i32.const 3)) (i32.const 1)))
              {body}
              (call $leave (local.get $out) (local.get $i) (local.get $acc)))"#
-    ));
+    ))
+}
+
+/// Runs a program on every item of a group, in the emulator and on the CPU.
+fn ran(acts: &[Act], shape: [u32; 3], is_assembled: bool) -> Launched {
+    let wasm = of_acts(acts);
     let program = Program::read(&wasm).unwrap();
     let image = program.compile("k", &[true]).unwrap();
     if is_assembled {
