@@ -37,7 +37,10 @@ static IMPORTS: LazyLock<Vec<u8>> = LazyLock::new(|| {
             text += &format!(r#"(import "kernel" "{name}_{ty}" (func (param {ty}) (result {ty})))"#);
         }
     }
+    text += r#"(import "kernel" "mma_sum" (func (param i32) (result f32)))"#;
     for name in ["f16", "bf16"] {
+        let params = "i32 i32 i32 i32 i32 i32 f32 f32 f32 f32";
+        text += &format!(r#"(import "kernel" "mma_{name}_f32" (func (param {params})))"#);
         text += &format!(r#"(import "kernel" "{name}_to_f32" (func (param i32) (result f32)))"#);
         text += &format!(r#"(import "kernel" "f32_to_{name}" (func (param f32) (result i32)))"#);
     }

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use crate::ir::{Access, Address, Axis, Bin, Body, Id, Label, Op, Reg, SUBGROUP, Site, SubgroupOp, Ty, Un};
+use crate::ir::{Access, Address, Axis, Bin, Body, Id, Label, Op, Product, Reg, SUBGROUP, Site, SubgroupOp, Ty, Un};
 use crate::refusal::SourceLocation;
 
 /// Operations of one kernel, with everything it calls. NVIDIA's assembler takes ten to twenty seconds for as many.
@@ -236,6 +236,16 @@ impl Assembler {
         let to = self.register(ty);
         self.push(Op::Subgroup { op, to, value, site });
         Some(to)
+    }
+
+    /// A product of matrices by a subgroup. Whether there may be another.
+    pub(crate) fn product(&mut self, product: Product, site: Site) -> bool {
+        if self.subgroups >= SUBGROUPS_MAX {
+            return false;
+        }
+        self.subgroups += 1;
+        self.push(Op::Product { product: Box::new(product), site });
+        true
     }
 
     /// Assigns several registers at once: none is read after it was written.

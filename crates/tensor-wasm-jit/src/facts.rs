@@ -230,6 +230,7 @@ impl Facts {
             | Op::Id { .. }
             | Op::Shuffle { .. }
             | Op::Subgroup { .. }
+            | Op::Product { .. }
             | Op::Gpu { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
@@ -265,6 +266,7 @@ impl Facts {
             | Op::Id { .. }
             | Op::Shuffle { .. }
             | Op::Subgroup { .. }
+            | Op::Product { .. }
             | Op::Gpu { .. }
             | Op::Load { .. }
             | Op::AtomicLoad { .. }
@@ -307,7 +309,7 @@ impl Facts {
             },
             Op::Subgroup { op, value, .. } if op.hands_on() => of(value),
             Op::Subgroup { to, .. } | Op::Math { to, .. } if !body.ty(*to).is_float() => Nan::default(),
-            Op::Subgroup { .. } | Op::Math { .. } | Op::Gpu { .. } => computed,
+            Op::Subgroup { .. } | Op::Product { .. } | Op::Math { .. } | Op::Gpu { .. } => computed,
             Op::Canonical { .. } => raw,
             Op::Load { to, .. } if body.ty(*to).is_float() => raw,
             Op::Load { .. } | Op::Id { .. } | Op::Shared { .. } | Op::AtomicLoad { .. } | Op::Atomic { .. } => {
@@ -403,6 +405,7 @@ impl Facts {
             Op::Load { .. } | Op::Const { .. } | Op::Canonical { .. } => true,
             Op::Subgroup { op, value, .. } => op.hands_on() && !self.is_computed(*value),
             Op::Math { .. }
+            | Op::Product { .. }
             | Op::Gpu { .. }
             | Op::Id { .. }
             | Op::Shared { .. }

@@ -1,6 +1,7 @@
 //! Instructions that only GPUs have: matrix instructions of a warp, loads of their fragments, copies to shared memory
 //! that go on while the kernel computes, and conversions of packed halves. Hosts build them (`build.rs`); no
-//! instruction of Wasm becomes one. Those that access memory have no fence, so that a kernel with one is compiled
+//! instruction of Wasm becomes one, and what guests multiply is a product of a subgroup, whose items need not all be
+//! there (`subgroup.rs`). Those that access memory have no fence, so that a kernel with one is compiled
 //! trusted or not at all, and none has a form for a CPU.
 //!
 //! Every item of a warp comes to a matrix instruction and to a load of fragments: what one item holds is part of a tile

@@ -9,7 +9,7 @@ use wasm_encoder::Instruction;
 use wasmparser::Operator;
 
 use crate::gpu::GpuOp;
-pub(crate) use crate::subgroup::{REDUCTION_STEPS, Reduction, SUBGROUP_COST, SubgroupOp};
+pub(crate) use crate::subgroup::{PRODUCT_COST, Product, REDUCTION_STEPS, Reduction, SUBGROUP_COST, SubgroupOp};
 
 /// The type of a register, or of a kernel's parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -625,6 +625,11 @@ pub(crate) enum Op {
         value: Reg,
         site: Site,
     },
+    /// A product of matrices, by the items of a subgroup that are at one of this kind, as at what is above.
+    Product {
+        product: Box<Product>,
+        site: Site,
+    },
     /// Traps unless so many bytes lie in one region; none always do.
     CheckRange {
         start: Reg,
@@ -748,6 +753,7 @@ impl Op {
             | Op::Canonical { to, .. } => Some(*to),
             Op::Barrier { .. }
             | Op::Gpu { .. }
+            | Op::Product { .. }
             | Op::Store { .. }
             | Op::AtomicStore { .. }
             | Op::CheckRange { .. }
@@ -769,13 +775,16 @@ impl Op {
     /// All registers it assigns.
     pub(crate) fn assigned(&self) -> impl Iterator<Item = Reg> + '_ {
         let several = if let Op::Gpu { op, .. } = self { op.assigned() } else { &[] };
-        self.to().into_iter().chain(several.iter().copied())
+        let sums: &[Reg] = if let Op::Product { product, .. } = self { &product.to } else { &[] };
+        self.to().into_iter().chain(several.iter().chain(sums).copied())
     }
 
     /// All registers it reads.
     pub(crate) fn read(&self) -> impl Iterator<Item = Reg> + '_ {
         let several = if let Op::Gpu { op, .. } = self { Some(op.read()) } else { None };
-        self.reads().into_iter().flatten().chain(several.into_iter().flatten())
+        let factors = if let Op::Product { product, .. } = self { Some(product.read()) } else { None };
+        let several = several.into_iter().flatten().chain(factors.into_iter().flatten());
+        self.reads().into_iter().flatten().chain(several)
     }
 
     /// The memory it reads or writes, and how many bytes of it. A range of any length is not one access, nor is what
@@ -797,6 +806,7 @@ impl Op {
             | Op::Id { .. }
             | Op::Shuffle { .. }
             | Op::Subgroup { .. }
+            | Op::Product { .. }
             | Op::Shared { .. }
             | Op::Gpu { .. }
             | Op::Barrier { .. }
@@ -832,7 +842,7 @@ impl Op {
             Op::Branch { .. } | Op::BranchIf { .. } | Op::BranchTable { .. } | Op::Return | Op::Trap { .. } => {
                 Flow::Leave
             }
-            Op::Barrier { .. } | Op::Subgroup { .. } => Flow::Wait,
+            Op::Barrier { .. } | Op::Subgroup { .. } | Op::Product { .. } => Flow::Wait,
             Op::Const { .. }
             | Op::Move { .. }
             | Op::Un { .. }
@@ -868,6 +878,7 @@ impl Op {
             | Op::Atomic { site, .. }
             | Op::Shuffle { site, .. }
             | Op::Subgroup { site, .. }
+            | Op::Product { site, .. }
             | Op::Gpu { site, .. }
             | Op::CheckRange { site, .. }
             | Op::Trap { site, .. }
@@ -892,7 +903,7 @@ impl Op {
         }
     }
 
-    /// The registers it reads, but for what only a GPU does.
+    /// The registers it reads, but for what only a GPU does and a product.
     fn reads(&self) -> [Option<Reg>; 3] {
         match self {
             Op::Move { from: a, .. }
@@ -915,6 +926,7 @@ impl Op {
             | Op::Id { .. }
             | Op::Shared { .. }
             | Op::Gpu { .. }
+            | Op::Product { .. }
             | Op::Barrier { .. }
             | Op::Fence
             | Op::Trap { .. }
@@ -941,7 +953,12 @@ impl Body {
 
     /// Whether items of a subgroup do something together that others of it may not come to.
     pub(crate) fn has_subgroups(&self) -> bool {
-        self.ops.iter().any(|op| matches!(op, Op::Subgroup { .. }))
+        self.ops.iter().any(|op| matches!(op, Op::Subgroup { .. } | Op::Product { .. }))
+    }
+
+    /// Whether they multiply matrices.
+    pub(crate) fn has_products(&self) -> bool {
+        self.ops.iter().any(|op| matches!(op, Op::Product { .. }))
     }
 }
 

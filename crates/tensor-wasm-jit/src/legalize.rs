@@ -19,7 +19,8 @@ use crate::facts::{AddressSource, Facts};
 use crate::gpu::COPY_BYTES;
 use crate::groups::{self, AccessGroups};
 use crate::ir::{
-    Address, BinaryClass, Body, Op, Reg, Region, SHARED_ADDRESS, SUBGROUP_COST, Site, Test, TrapKind, Ty, UnaryClass,
+    Address, BinaryClass, Body, Op, PRODUCT_COST, Reg, Region, SHARED_ADDRESS, SUBGROUP_COST, Site, Test, TrapKind, Ty,
+    UnaryClass,
 };
 
 /// What is known about the sizes of windows before a launch.
@@ -121,6 +122,7 @@ pub(crate) fn legalize(mut body: Body, windows: &[bool], sizes: WindowSizes) -> 
     let mut legalizer = Legalizer { body, facts, windows, sizes, costs: Vec::with_capacity(ops.len()), cost: 0 };
     for op in ops {
         let cost = if matches!(op, Op::Subgroup { .. }) { SUBGROUP_COST } else { 1 };
+        let cost = if matches!(op, Op::Product { .. }) { PRODUCT_COST } else { cost };
         legalizer.operation(op);
         legalizer.cost += cost;
     }
@@ -210,6 +212,7 @@ impl Legalizer<'_> {
             | Op::Id { .. }
             | Op::Shared { .. }
             | Op::Shuffle { .. }
+            | Op::Product { .. }
             | Op::Barrier { .. }
             | Op::CheckRange { .. }
             | Op::Fence

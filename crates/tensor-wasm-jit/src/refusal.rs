@@ -44,6 +44,8 @@ pub enum Refusal {
     TooManyValues { values_max: usize, place: SourceLocation },
     #[error("there is no kernel {name:?}; there are: {known}")]
     NoSuchKernel { name: String, known: String },
+    #[error("it has instructions that GPUs have from compute capability {}.{} on; this one has {}.{}", needed.0, needed.1, found.0, found.1)]
+    OlderGpu { needed: (u32, u32), found: (u32, u32) },
     #[error("{name} is exported but is not a kernel: {why}")]
     NotAKernel { name: String, why: String },
 }

@@ -1,6 +1,7 @@
-//! What the items of a subgroup do together: the kinds of [`Op::Subgroup`](crate::ir::Op), and what all devices have to
-//! agree on to get the same bits.
+//! What the items of a subgroup do together: the kinds of [`Op::Subgroup`](crate::ir::Op), the product of
+//! [`Op::Product`](crate::ir::Op), and what all devices have to agree on to get the same bits.
 
+use crate::gpu::{HalfType, MatrixElement};
 use crate::ir::{Reg, Ty};
 
 /// What the items of a subgroup do together, each with a value.
@@ -33,6 +34,45 @@ pub(crate) const REDUCTION_STEPS: [u32; 5] = [16, 8, 4, 2, 1];
 
 /// What operations of a subgroup cost, next to others.
 pub(crate) const SUBGROUP_COST: u32 = 32;
+
+/// What an item's part of a product costs: 64 multiplications on a CPU, and the way there.
+pub(crate) const PRODUCT_COST: u32 = 96;
+
+/// A product of matrices by the items of a subgroup: 16 rows by 16 columns of 16-bit numbers, times 16 by 8, added to
+/// 16 by 8 sums of single precision. What each item holds of them lies as PTX says for `mma.m16n8k16`. Of an item that
+/// does not take part, its numbers of both operands are zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Product {
+    pub half: HalfType,
+    /// Assigned here and nowhere else.
+    pub to: [Reg; 4],
+    pub a: [Reg; 4],
+    pub b: [Reg; 2],
+    pub sums: [Reg; 4],
+}
+
+impl Product {
+    /// See [`SubgroupOp::key`].
+    pub(crate) fn key(self) -> u32 {
+        let kind = match self.half {
+            HalfType::F16 => 9,
+            HalfType::BF16 => 10,
+        };
+        kind << 2
+    }
+
+    pub(crate) fn read(&self) -> impl Iterator<Item = Reg> + '_ {
+        self.a.iter().chain(&self.b).chain(&self.sums).copied()
+    }
+
+    /// The elements that a matrix instruction of a GPU multiplies.
+    pub(crate) fn element(self) -> MatrixElement {
+        match self.half {
+            HalfType::F16 => MatrixElement::F16,
+            HalfType::BF16 => MatrixElement::BF16,
+        }
+    }
+}
 
 impl SubgroupOp {
     /// A number that only items have in common that take part in the same: never 0, which is a barrier's.

@@ -13,9 +13,12 @@
 )]
 
 mod build;
+#[expect(dead_code, reason = "what is run on a GPU here is given windows and no numbers")]
+mod device;
 mod gpu;
 mod host;
 mod math;
+mod products;
 mod snapshots;
 mod subgroups;
 

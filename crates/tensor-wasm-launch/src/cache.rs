@@ -44,6 +44,8 @@ pub struct Image {
     pub entry: String,
     pub window_bytes_min: Vec<u32>,
     pub windows_from: u32,
+    /// The least compute capability that has all its instructions; zeros of a CPU's.
+    pub capability_min: (u32, u32),
     sites: Vec<(String, Option<usize>)>,
 }
 
@@ -65,6 +67,14 @@ impl Image {
             (DeviceKind::Cuda, true) => Image::from(built.compile_small()?),
             (DeviceKind::Cpu, _) => Image::from(built.compile_host()?),
         })
+    }
+
+    /// Refuses a GPU that lacks some of its instructions, before a driver does so in words of its own.
+    pub fn check_gpu(&self, capability: (u32, u32)) -> Result<(), Refusal> {
+        if self.capability_min <= capability {
+            return Ok(());
+        }
+        Err(Refusal::OlderGpu { needed: self.capability_min, found: capability })
     }
 
     pub fn sites(&self) -> Vec<SourceLocation> {
@@ -89,6 +99,7 @@ impl From<KernelImage> for Image {
             entry: image.entry,
             window_bytes_min: image.window_bytes_min,
             windows_from: image.windows_from,
+            capability_min: image.target.capability(),
             sites: image.sites.into_iter().map(|place| (place.function, place.offset)).collect(),
         }
     }
@@ -101,6 +112,7 @@ impl From<HostImage> for Image {
             entry: image.name,
             window_bytes_min: Vec::new(),
             windows_from: image.layout.windows_from,
+            capability_min: (0, 0),
             sites: image.sites.into_iter().map(|place| (place.function, place.offset)).collect(),
         }
     }
@@ -323,6 +335,23 @@ mod tests {
 
     fn options() -> Options {
         Options { kind: DeviceKind::Cuda, kernel: "k".into(), windows: vec![true], is_small: false }
+    }
+
+    #[test]
+    fn a_gpu_that_cannot_multiply_matrices_is_told_apart() {
+        let image = |call: &str| {
+            let text = format!(
+                r#"(module (import "kernel" "mma_f16_f32" (func $multiply (param i32 i32 i32 i32 i32 i32 f32 f32 f32 f32)))
+                    (memory 1) (func (export "k") (param i32) {call}))"#
+            );
+            Image::compile(&Code::Wasm(wat::parse_str(text).unwrap()), &options()).unwrap()
+        };
+        let zeros = "(i32.const 0)".repeat(6) + &"(f32.const 0)".repeat(4);
+        let product = image(&format!("(call $multiply {zeros})"));
+        let refused = product.check_gpu((7, 5)).unwrap_err().to_string();
+        assert!(refused.contains("from compute capability 8.0 on; this one has 7.5"), "{refused}");
+        assert!(product.check_gpu((8, 0)).is_ok() && product.check_gpu((9, 0)).is_ok());
+        assert!(image("").check_gpu((7, 5)).is_ok());
     }
 
     fn module() -> (Code, blake3::Hash) {

@@ -308,6 +308,7 @@ impl TenantKernels {
                     background.spawn_blocking(make).await.map_err(ended)??
                 }
             };
+            image.check_gpu(tenant.device().info().compute_capability)?;
             let known = context.loaded.lock().get(&key).cloned();
             let kernel = match known {
                 Some(kernel) => kernel,

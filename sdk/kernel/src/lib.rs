@@ -1,5 +1,5 @@
 //! What a kernel may use: its place in the launch, barriers, memory that its group shares, what subgroups do together,
-//! mathematics, numbers of 16 bits.
+//! products of matrices among it, mathematics, numbers of 16 bits.
 //!
 //! A kernel is an exported function that returns nothing, in a `cdylib` for wasm32-unknown-unknown without the standard
 //! library:
@@ -25,10 +25,12 @@
 
 mod half;
 mod math;
+mod matrix;
 mod subgroup;
 
 pub use half::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 pub use math::{Float, cos, exp, exp2, fma, log, log2, pow, rsqrt, sin, sqrt, tanh};
+pub use matrix::{mma_bf16, mma_f16};
 pub use subgroup::{
     SubgroupValue, shuffle, shuffle_xor, subgroup_add, subgroup_all, subgroup_any, subgroup_ballot, subgroup_lane,
     subgroup_max, subgroup_min, subgroup_size,

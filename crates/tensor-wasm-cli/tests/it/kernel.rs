@@ -262,6 +262,56 @@ fn run_adds_up_groups_by_their_subgroups() {
     }
 }
 
+/// Multiplies ones by ones, adds the item's number in its subgroup, and writes the item's four sums.
+const PRODUCT: &str = r#"
+(module
+  (import "kernel" "global_id" (func $id (param i32) (result i32)))
+  (import "kernel" "subgroup_lane" (func $lane (result i32)))
+  (import "kernel" "mma_bf16_f32" (func $multiply (param i32 i32 i32 i32 i32 i32 f32 f32 f32 f32)))
+  (import "kernel" "mma_sum" (func $sum (param i32) (result f32)))
+  (memory 1)
+  (func (export "product") (param $to i32) (local $ones i32) (local $own f32)
+    (local.set $ones (i32.const 0x3f803f80))
+    (local.set $own (f32.convert_i32_u (call $lane)))
+    (local.set $to (i32.add (local.get $to) (i32.shl (call $id (i32.const 0)) (i32.const 4))))
+    (call $multiply (local.get $ones) (local.get $ones) (local.get $ones) (local.get $ones) (local.get $ones)
+      (local.get $ones) (local.get $own) (local.get $own) (local.get $own) (local.get $own))
+    (f32.store (local.get $to) (call $sum (i32.const 0)))
+    (f32.store offset=4 (local.get $to) (call $sum (i32.const 1)))
+    (f32.store offset=8 (local.get $to) (call $sum (i32.const 2)))
+    (f32.store offset=12 (local.get $to) (call $sum (i32.const 3)))))
+"#;
+
+#[test]
+fn run_multiplies_matrices_whoever_is_there() {
+    let files = Files::new();
+    let module = files.write("product.wat", PRODUCT);
+    let devices = if has_cuda() { &["cpu", "cuda"][..] } else { &["cpu"] };
+    for (device, items) in devices.iter().flat_map(|device| [96, 33, 7].map(|items| (device, items))) {
+        let (out, block) = (format!("out:f32[{}]={}", 5 * 4 * items, files.name("out.bin")), items.to_string());
+        let run = ["run", &module, "--kernel", "product", "--grid", "5", "--block", &block, "--device", device];
+        let (code, said, errors) = kernel(&[&run[..], &["--arg", &out]].concat());
+        assert_eq!((code, errors.as_str()), (0, ""), "{said}");
+        // Four products for each item of the four that have the row and of those that have the column, if both are there.
+        let sum = |item: usize, n: usize| {
+            let (lane, there) = (item % 32, (items - item / 32 * 32).min(32));
+            let (row, column) = (lane / 4, 2 * (lane % 4) + n % 2);
+            let count = (0..4).filter(|own| 4 * row + own < there && 4 * column + own < there).count();
+            (lane + 4 * count) as f32
+        };
+        let group: Vec<f32> = (0..items).flat_map(|item| [0, 1, 2, 3].map(|n| sum(item, n))).collect();
+        assert_eq!(std::fs::read(files.path("out.bin")).unwrap(), bytes(&group.repeat(5)), "{items} items on {device}");
+    }
+    // For GPUs that have it.
+    let (code, ptx, _) = kernel(&["build", &module]);
+    assert!(code == 0 && ptx.contains(".target sm_80"), "{ptx}");
+    let (code, ptx, _) = kernel(&["build", &module, "--arch", "sm_90"]);
+    assert!(code == 0 && ptx.contains(".target sm_90"), "{ptx}");
+    let (code, _, errors) = kernel(&["build", &module, "--arch", "sm_75"]);
+    let why = "error: --arch sm_75: product multiplies matrices, which GPUs do from sm_80 on\n";
+    assert_eq!((code, errors.as_str()), (2, why));
+}
+
 #[test]
 fn run_on_cuda_where_there_is_none_says_why() {
     if has_cuda() {

@@ -10,8 +10,8 @@ use wasm_encoder::{BlockType, Instruction, MemArg};
 use super::emit::HostEmitter;
 use super::locals::Locals;
 use super::memory::{OWN, store};
-use super::subgroups::HEAD_BYTES;
-use crate::ir::{Access, Body, Flow, Reg, SubgroupOp};
+use super::subgroups::{Meeting, head_bytes};
+use crate::ir::{Access, Body, Flow, Reg};
 
 /// A context begins with the number of the barrier an item waits at, 0 for one that has not begun. Registers follow, of
 /// kernels with functions of subgroups after what those need.
@@ -53,7 +53,7 @@ struct BarrierScope {
 
 impl Barriers {
     pub(super) fn of(body: &Body) -> Barriers {
-        let saved_at = if body.has_subgroups() { HEAD_BYTES } else { SAVED_AT };
+        let saved_at = if body.has_subgroups() { head_bytes(body) } else { SAVED_AT };
         let mut barriers = Barriers { saved_at, ..Barriers::default() };
         if !has_any(body) {
             return barriers;
@@ -181,7 +181,7 @@ impl HostEmitter<'_> {
     }
 
     /// Leaves the function, or comes back into it: at a barrier, or at what a subgroup does together.
-    pub(super) fn barrier(&mut self, n: usize, together: Option<(SubgroupOp, Reg, Reg)>) {
+    pub(super) fn barrier(&mut self, n: usize, together: Option<Meeting<'_>>) {
         let number = self.barriers.numbers.get(&n).copied().unwrap_or(0).cast_signed();
         let live: Vec<Reg> = self.locals.live_across(self.body, n).collect();
         let saved_at = u64::from(self.barriers.saved_at);
@@ -190,8 +190,10 @@ impl HostEmitter<'_> {
         self.local_get(self.own.resume);
         self.put(Instruction::I32Eqz);
         self.open(Instruction::If(BlockType::Empty), None);
-        if let Some((op, _, value)) = together {
-            self.leave_for_subgroup(op, value);
+        match together {
+            Some(Meeting::Function { op, value, .. }) => self.leave_for_subgroup(op, value),
+            Some(Meeting::Product(product)) => self.leave_for_product(product),
+            None => {}
         }
         for (k, reg) in live.iter().enumerate() {
             self.local_get(self.own.context);
@@ -220,8 +222,10 @@ impl HostEmitter<'_> {
         }
         self.i32(0);
         self.local_set(self.own.resume);
-        if let Some((op, to, value)) = together {
-            self.take_from_subgroup(op, to, value);
+        match together {
+            Some(Meeting::Function { op, to, value }) => self.take_from_subgroup(op, to, value),
+            Some(Meeting::Product(product)) => self.take_from_product(product),
+            None => {}
         }
         if !is_alone {
             self.close();

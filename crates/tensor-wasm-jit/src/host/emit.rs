@@ -7,7 +7,7 @@ use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 use super::barriers::{Barriers, DONE};
 use super::locals::Locals;
 use super::memory::{AccessKind, OWN, load};
-use super::subgroups::{AT_FUNCTION, SubgroupLocals};
+use super::subgroups::{AT_FUNCTION, Meeting, SubgroupLocals};
 use super::{CALL, OwnMemory, POLL};
 use crate::facts::Facts;
 use crate::image::RECORD;
@@ -725,7 +725,10 @@ impl HostEmitter<'_> {
                 self.set(*to);
             }
             Op::Barrier { .. } => self.barrier(n, None),
-            Op::Subgroup { op, to, value, .. } => self.barrier(n, Some((*op, *to, *value))),
+            Op::Subgroup { op, to, value, .. } => {
+                self.barrier(n, Some(Meeting::Function { op: *op, to: *to, value: *value }));
+            }
+            Op::Product { product, .. } => self.barrier(n, Some(Meeting::Product(product))),
             // Those of whole subgroups wait too: `exchange.rs` has left none, and refuses what only a GPU does.
             Op::Shuffle { .. } | Op::Gpu { .. } => {}
             Op::Load { to, access, at, site } => {

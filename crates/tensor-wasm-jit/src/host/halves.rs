@@ -10,43 +10,47 @@ use crate::ir::Reg;
 const HALF_NORMAL_MIN: u32 = 113 << 23;
 const HALF_BEYOND: u32 = 143 << 23;
 
-impl HostEmitter<'_> {
-    /// A float from the bits of a half: its magnitude's, moved to where a float has them, are those of a float that is
-    /// too small by a power of two, also where the half is subnormal.
-    pub(super) fn widen_half(&mut self, to: Reg, bits: Reg) {
-        let magnitude = |emitter: &mut Self| {
-            emitter.get(bits);
-            emitter.all(&[
-                Instruction::I32Const(0x7fff),
-                Instruction::I32And,
-                Instruction::I32Const(13),
-                Instruction::I32Shl,
-            ]);
-        };
+/// Pushes a float from the bits of a half, which are the lower half of a local: its magnitude's, moved to where a float
+/// has them, are those of a float that is too small by a power of two, also where the half is subnormal.
+pub(super) fn widening(bits: u32) -> [Instruction<'static>; 27] {
+    [
         // No number: all bits of the exponent, in the one as in the other.
-        magnitude(self);
-        self.all(&[Instruction::I32Const(0x7f80_0000), Instruction::I32Or, Instruction::F32ReinterpretI32]);
-        magnitude(self);
-        self.all(&[
-            Instruction::F32ReinterpretI32,
-            Instruction::F32Const(2.0_f32.powi(112).into()),
-            Instruction::F32Mul,
-        ]);
+        Instruction::LocalGet(bits),
+        Instruction::I32Const(0x7fff),
+        Instruction::I32And,
+        Instruction::I32Const(13),
+        Instruction::I32Shl,
+        Instruction::I32Const(0x7f80_0000),
+        Instruction::I32Or,
+        Instruction::F32ReinterpretI32,
+        Instruction::LocalGet(bits),
+        Instruction::I32Const(0x7fff),
+        Instruction::I32And,
+        Instruction::I32Const(13),
+        Instruction::I32Shl,
+        Instruction::F32ReinterpretI32,
+        Instruction::F32Const(2.0_f32.powi(112).into()),
+        Instruction::F32Mul,
+        Instruction::LocalGet(bits),
+        Instruction::I32Const(0x7c00),
+        Instruction::I32And,
+        Instruction::I32Const(0x7c00),
+        Instruction::I32Eq,
+        Instruction::Select,
+        Instruction::LocalGet(bits),
+        Instruction::I32Const(16),
+        Instruction::I32Shl,
+        Instruction::F32ReinterpretI32,
+        Instruction::F32Copysign,
+    ]
+}
+
+impl HostEmitter<'_> {
+    /// A float from the bits of a half.
+    pub(super) fn widen_half(&mut self, to: Reg, bits: Reg) {
         self.get(bits);
-        self.all(&[
-            Instruction::I32Const(0x7c00),
-            Instruction::I32And,
-            Instruction::I32Const(0x7c00),
-            Instruction::I32Eq,
-            Instruction::Select,
-        ]);
-        self.get(bits);
-        self.all(&[
-            Instruction::I32Const(16),
-            Instruction::I32Shl,
-            Instruction::F32ReinterpretI32,
-            Instruction::F32Copysign,
-        ]);
+        self.local_set(self.own.offset);
+        self.all(&widening(self.own.offset));
         self.set(to);
     }
 

@@ -10,13 +10,14 @@
 //!
 //! `locals.rs` gives registers their locals, `emit.rs` has an arm for each operation (`halves.rs` for those on
 //! halves), `memory.rs` the fence, `barriers.rs` the way back into the middle of a function, `subgroups.rs` what items
-//! that wait do together.
+//! that wait do together (`products.rs`: products of matrices).
 
 mod barriers;
 mod emit;
 mod halves;
 mod locals;
 mod memory;
+mod products;
 mod subgroups;
 
 use wasm_encoder::{
@@ -28,7 +29,7 @@ use crate::image::Param;
 use crate::ir::{Body, SHARED_ADDRESS, Ty};
 use crate::legalize::{Legal, Lookup};
 use crate::refusal::{Refusal, SourceLocation};
-use subgroups::{SCRATCH_BYTES, SubgroupHelper};
+use subgroups::{SubgroupHelper, scratch_bytes};
 
 /// Where a thread's own memory has what it is called with. All numbers are little-endian.
 #[derive(Debug, Clone, Copy)]
@@ -167,8 +168,7 @@ impl OwnMemory {
         let data = CALL.params + CALL.param_bytes * size(body.params.len());
         let shared = (data + size(body.data.len())).next_multiple_of(16);
         let scratch = (shared + body.shared_bytes).next_multiple_of(16);
-        let scratch_bytes = if body.has_subgroups() { SCRATCH_BYTES } else { 0 };
-        OwnMemory { data, shared, scratch, fixed_bytes: (scratch + scratch_bytes).next_multiple_of(64) }
+        OwnMemory { data, shared, scratch, fixed_bytes: (scratch + scratch_bytes(body)).next_multiple_of(64) }
     }
 }
 

@@ -6,13 +6,18 @@
 //!
 //! There are two places in a context, used by turns: an item that has gone on and waits again does not overwrite what
 //! those after it are still to read.
+//!
+//! Of matrices that a subgroup multiplies its first item puts both operands together, row by row, and leaves every item
+//! its sums (`products.rs`).
 
 use wasm_encoder::{BlockType, Function, Instruction, MemArg, ValType};
 
 use super::emit::HostEmitter;
 use super::memory::OWN;
+use super::products::{PRODUCT_LOCALS, PRODUCT_PLACE_BYTES, PRODUCT_SCRATCH_BYTES, SUMS_AT};
 use super::{OwnMemory, subgroup_number};
-use crate::ir::{Body, Op, REDUCTION_STEPS, Reduction, Reg, SUBGROUP, SubgroupOp, Ty};
+use crate::gpu::HalfType;
+use crate::ir::{Body, Op, Product, REDUCTION_STEPS, Reduction, Reg, SUBGROUP, SubgroupOp, Ty};
 
 /// In a context: whether the item waits at a function of subgroups, and not at a barrier.
 pub(super) const AT_FUNCTION: u32 = 4;
@@ -20,16 +25,38 @@ pub(super) const AT_FUNCTION: u32 = 4;
 /// Where the two places begin, and what each has: a turn and a key, the value, and the item's operand.
 const PLACES_AT: u32 = 8;
 const PLACE_BYTES: u32 = 24;
-const VALUE_AT: u32 = 8;
+pub(super) const VALUE_AT: u32 = 8;
 const OPERAND_AT: u32 = 16;
 
+/// Bytes of a place. Products need more, of kernels that have some.
+fn place_bytes(body: &Body) -> u32 {
+    if body.has_products() { PRODUCT_PLACE_BYTES } else { PLACE_BYTES }
+}
+
 /// What a context has before the registers that are kept.
-pub(super) const HEAD_BYTES: u32 = PLACES_AT + 2 * PLACE_BYTES;
+pub(super) fn head_bytes(body: &Body) -> u32 {
+    PLACES_AT + 2 * place_bytes(body)
+}
 
 /// Where values are put together: for each of a subgroup whether there is one, and its bits.
 const ENTRY_BYTES: u32 = 16;
-pub(super) const SCRATCH_BYTES: u32 = SUBGROUP * ENTRY_BYTES;
+const SCRATCH_BYTES: u32 = SUBGROUP * ENTRY_BYTES;
 const BITS_AT: u32 = 8;
+
+pub(super) fn scratch_bytes(body: &Body) -> u32 {
+    match (body.has_subgroups(), body.has_products()) {
+        (false, _) => 0,
+        (true, false) => SCRATCH_BYTES,
+        (true, true) => PRODUCT_SCRATCH_BYTES.max(SCRATCH_BYTES),
+    }
+}
+
+/// What an item comes to, and what it brings.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Meeting<'b> {
+    Function { op: SubgroupOp, to: Reg, value: Reg },
+    Product(&'b Product),
+}
 
 /// Locals that only kernels with such functions have.
 #[derive(Debug, Clone, Copy)]
@@ -46,10 +73,7 @@ impl HostEmitter<'_> {
     pub(super) fn leave_for_subgroup(&mut self, op: SubgroupOp, value: Reg) {
         let Some(own) = self.own.subgroups else { return };
         let ty = self.body.ty(value);
-        self.push_place(own.turn);
-        self.local_tee(self.own.offset);
-        self.push_key(own.turn, op.key(ty));
-        self.put(Instruction::I64Store(number(0)));
+        self.begin_place(own, op.key(ty));
         self.local_get(self.own.offset);
         self.get(value);
         self.bits_of(ty);
@@ -59,17 +83,88 @@ impl HostEmitter<'_> {
             self.get(operand);
             self.put(Instruction::I32Store(word(OPERAND_AT)));
         }
+    }
+
+    /// What an item brings to a product.
+    pub(super) fn leave_for_product(&mut self, product: &Product) {
+        let Some(own) = self.own.subgroups else { return };
+        self.begin_place(own, product.key());
+        for (n, reg) in (0..).zip(product.a.iter().chain(&product.b)) {
+            self.local_get(self.own.offset);
+            self.get(*reg);
+            self.put(Instruction::I32Store(word(VALUE_AT + 4 * n)));
+        }
+        for (n, reg) in (0..).zip(&product.sums) {
+            self.local_get(self.own.offset);
+            self.get(*reg);
+            self.put(Instruction::F32Store(word(SUMS_AT + 4 * n)));
+        }
+    }
+
+    /// Sets a local to the place of this turn, in which the item leaves at which function it is.
+    fn begin_place(&mut self, own: SubgroupLocals, key: u32) {
         self.local_get(self.own.context);
         self.i32(1);
         self.put(Instruction::I32Store(word(AT_FUNCTION)));
         self.i32(1);
         self.local_set(own.is_meeting);
+        self.push_place(own.turn);
+        self.local_tee(self.own.offset);
+        self.push_key(own.turn, key);
+        self.put(Instruction::I64Store(number(0)));
     }
 
     /// Computes what an item gets that has just come back.
     pub(super) fn take_from_subgroup(&mut self, op: SubgroupOp, to: Reg, value: Reg) {
         let Some(own) = self.own.subgroups else { return };
         let ty = self.body.ty(value);
+        self.push_meeting(own, op.key(ty));
+        match op {
+            SubgroupOp::Shuffle(_) | SubgroupOp::ShuffleXor(_) => {
+                self.push_place(self.own.which);
+                self.put(Instruction::I32Load(word(OPERAND_AT)));
+                if let SubgroupOp::ShuffleXor(_) = op {
+                    self.push_lane();
+                    self.put(Instruction::I32Xor);
+                }
+            }
+            SubgroupOp::Reduce(_) | SubgroupOp::Ballot | SubgroupOp::Any | SubgroupOp::All => self.i32(0),
+        }
+        self.call_helper(SubgroupHelper::of(op, ty));
+        match op {
+            SubgroupOp::Any | SubgroupOp::All => {
+                // Any that is not zero, or none that is.
+                self.put(Instruction::I64Eqz);
+                if op == SubgroupOp::Any {
+                    self.put(Instruction::I32Eqz);
+                }
+            }
+            SubgroupOp::Ballot => self.put(Instruction::I32WrapI64),
+            SubgroupOp::Shuffle(_) | SubgroupOp::ShuffleXor(_) | SubgroupOp::Reduce(_) => {
+                from_bits(ty).iter().cloned().for_each(|instruction| self.put(instruction));
+            }
+        }
+        self.set(to);
+    }
+
+    /// The sums of an item that has just come back from a product: in its own place.
+    pub(super) fn take_from_product(&mut self, product: &Product) {
+        let Some(own) = self.own.subgroups else { return };
+        self.push_meeting(own, product.key());
+        self.i32(0);
+        self.call_helper(SubgroupHelper::Multiply(product.half));
+        self.put(Instruction::Drop);
+        self.push_place(self.own.which);
+        self.local_set(self.own.offset);
+        for (n, to) in (0..).zip(product.to) {
+            self.local_get(self.own.offset);
+            self.put(Instruction::F32Load(word(SUMS_AT + 4 * n)));
+            self.set(to);
+        }
+    }
+
+    /// Begins what an item does that has come back: pushes where the others of its subgroup are, and what they came to.
+    fn push_meeting(&mut self, own: SubgroupLocals, key: u32) {
         self.local_get(self.own.context);
         self.i32(0);
         self.put(Instruction::I32Store(word(AT_FUNCTION)));
@@ -90,35 +185,12 @@ impl HostEmitter<'_> {
         self.push_lane();
         self.put(Instruction::I32Sub);
         self.put(Instruction::I32Sub);
-        self.push_key(self.own.which, op.key(ty));
-        match op {
-            SubgroupOp::Shuffle(_) | SubgroupOp::ShuffleXor(_) => {
-                self.push_place(self.own.which);
-                self.put(Instruction::I32Load(word(OPERAND_AT)));
-                if let SubgroupOp::ShuffleXor(_) = op {
-                    self.push_lane();
-                    self.put(Instruction::I32Xor);
-                }
-            }
-            SubgroupOp::Reduce(_) | SubgroupOp::Ballot | SubgroupOp::Any | SubgroupOp::All => self.i32(0),
-        }
-        let helper = SubgroupHelper::of(op, ty);
+        self.push_key(self.own.which, key);
+    }
+
+    fn call_helper(&mut self, helper: SubgroupHelper) {
         let at = SubgroupHelper::all(self.body).iter().position(|own| *own == helper).unwrap_or(0);
         self.put(Instruction::Call(subgroup_number(at)));
-        match op {
-            SubgroupOp::Any | SubgroupOp::All => {
-                // Any that is not zero, or none that is.
-                self.put(Instruction::I64Eqz);
-                if op == SubgroupOp::Any {
-                    self.put(Instruction::I32Eqz);
-                }
-            }
-            SubgroupOp::Ballot => self.put(Instruction::I32WrapI64),
-            SubgroupOp::Shuffle(_) | SubgroupOp::ShuffleXor(_) | SubgroupOp::Reduce(_) => {
-                from_bits(ty).iter().cloned().for_each(|instruction| self.put(instruction));
-            }
-        }
-        self.set(to);
     }
 
     /// Pushes the address of the place that is used in a turn.
@@ -127,7 +199,7 @@ impl HostEmitter<'_> {
         self.local_get(turn);
         self.i32(1);
         self.put(Instruction::I32And);
-        self.i32(PLACE_BYTES.cast_signed());
+        self.i32(place_bytes(self.body).cast_signed());
         self.put(Instruction::I32Mul);
         self.i32(PLACES_AT.cast_signed());
         self.put(Instruction::I32Add);
@@ -156,7 +228,7 @@ impl HostEmitter<'_> {
 
     /// Empties both places of the context at hand: what is there is another group's.
     pub(super) fn empty_places(&mut self) {
-        for at in [PLACES_AT, PLACES_AT + PLACE_BYTES] {
+        for at in [PLACES_AT, PLACES_AT + place_bytes(self.body)] {
             self.local_get(self.own.context);
             self.put(Instruction::I64Const(0));
             self.put(Instruction::I64Store(number(at)));
@@ -197,19 +269,21 @@ pub(super) enum SubgroupHelper {
     Vote {
         of_zeros: bool,
     },
+    /// Leaves the sums of a product in the place of every item that takes part.
+    Multiply(HalfType),
 }
 
 /// Its parameters, and locals.
 const FIRST: u32 = 0;
-const LANE: u32 = 1;
+pub(super) const LANE: u32 = 1;
 const COUNT: u32 = 2;
 const KEY: u32 = 3;
-const OTHER: u32 = 4;
+pub(super) const OTHER: u32 = 4;
 const PARAMS: [ValType; 5] = [ValType::I32, ValType::I32, ValType::I32, ValType::I64, ValType::I32];
-const N: u32 = 5;
-const AT: u32 = 6;
+pub(super) const N: u32 = 5;
+pub(super) const AT: u32 = 6;
 const FOUND: u32 = 7;
-const NEXT: u32 = 8;
+pub(super) const NEXT: u32 = 8;
 const VOTES: u32 = 9;
 
 impl SubgroupHelper {
@@ -226,8 +300,13 @@ impl SubgroupHelper {
     pub(super) fn all(body: &Body) -> Vec<SubgroupHelper> {
         let mut all = Vec::new();
         for op in &body.ops {
-            let Op::Subgroup { op, value, .. } = op else { continue };
-            let helper = SubgroupHelper::of(*op, body.ty(*value));
+            let helper = if let Op::Subgroup { op, value, .. } = op {
+                SubgroupHelper::of(*op, body.ty(*value))
+            } else if let Op::Product { product, .. } = op {
+                SubgroupHelper::Multiply(product.half)
+            } else {
+                continue;
+            };
             if !all.contains(&helper) {
                 all.push(helper);
             }
@@ -240,8 +319,10 @@ impl SubgroupHelper {
     }
 
     pub(super) fn function(self, plan: &OwnMemory, context_bytes: u32) -> Function {
+        let locals = [(4, ValType::I32), (1, ValType::I64), PRODUCT_LOCALS];
+        let has_vectors = matches!(self, SubgroupHelper::Multiply(_));
         let mut helper = HelperWriter {
-            function: Function::new([(4, ValType::I32), (1, ValType::I64)]),
+            function: Function::new(locals.into_iter().take(if has_vectors { 3 } else { 2 })),
             stride: context_bytes.cast_signed(),
             scratch: plan.scratch.cast_signed(),
         };
@@ -251,25 +332,26 @@ impl SubgroupHelper {
                 helper.once(|helper| helper.reduce(reduction, ty));
             }
             SubgroupHelper::Vote { of_zeros } => helper.once(|helper| helper.vote(of_zeros)),
+            SubgroupHelper::Multiply(half) => helper.once(|helper| helper.multiply(half)),
         }
         helper.put(Instruction::End);
         helper.function
     }
 }
 
-struct HelperWriter {
+pub(super) struct HelperWriter {
     function: Function,
     /// From one item's place to the next one's.
     stride: i32,
-    scratch: i32,
+    pub scratch: i32,
 }
 
 impl HelperWriter {
-    fn put(&mut self, instruction: Instruction<'static>) {
+    pub(super) fn put(&mut self, instruction: Instruction<'static>) {
         self.function.instruction(&instruction);
     }
 
-    fn all(&mut self, instructions: &[Instruction<'static>]) {
+    pub(super) fn all(&mut self, instructions: &[Instruction<'static>]) {
         instructions.iter().for_each(|instruction| {
             self.function.instruction(instruction);
         });
@@ -288,7 +370,7 @@ impl HelperWriter {
     }
 
     /// Pushes whether the item at `AT` came to the same function in the same turn.
-    fn takes_part(&mut self) {
+    pub(super) fn takes_part(&mut self) {
         self.all(&[
             Instruction::LocalGet(AT),
             Instruction::I64Load(number(0)),
@@ -344,7 +426,7 @@ impl HelperWriter {
     }
 
     /// Goes over the items that there are from the first that takes part, which is `N`.
-    fn for_each(&mut self, body: impl FnOnce(&mut Self)) {
+    pub(super) fn for_each(&mut self, body: impl FnOnce(&mut Self)) {
         self.put(Instruction::Loop(BlockType::Empty));
         self.place(N);
         body(self);
@@ -503,10 +585,10 @@ impl HelperWriter {
     }
 }
 
-fn number(at: u32) -> MemArg {
+pub(super) fn number(at: u32) -> MemArg {
     MemArg { offset: u64::from(at), align: 3, memory_index: OWN }
 }
 
-fn word(at: u32) -> MemArg {
+pub(super) fn word(at: u32) -> MemArg {
     MemArg { offset: u64::from(at), align: 2, memory_index: OWN }
 }

@@ -20,7 +20,7 @@ fn signature(name: &str) -> Option<(Types, Types)> {
     }
     if let Some(function) = SubgroupFunction::named(name) {
         let (params, result) = function.signature();
-        return Some((params.into_iter().map(Some).collect(), vec![Some(result)]));
+        return Some((params.into_iter().map(Some).collect(), result.into_iter().map(Some).collect()));
     }
     match name {
         "barrier" => Some((Vec::new(), Vec::new())),

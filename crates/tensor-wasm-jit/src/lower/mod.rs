@@ -103,6 +103,7 @@ impl<'p, 'a> Lower<'p, 'a> {
             program,
             asm: Assembler::default(),
             globals: Vec::new(),
+            kept_sums: None,
             calls: Vec::new(),
             read: 0,
             stack: StackDepth::default(),
@@ -116,6 +117,7 @@ impl<'p, 'a> Lower<'p, 'a> {
             self.asm.push(Op::Move { to, from });
             self.globals.push(to);
         }
+        self.make_sums();
     }
 }
 
@@ -149,6 +151,8 @@ struct Lower<'p, 'a> {
     program: &'p Program<'a>,
     asm: Assembler,
     globals: Vec<Reg>,
+    /// The four sums of the item's last product, if the module asks for them.
+    kept_sums: Option<[Reg; 4]>,
     calls: Vec<u32>,
     /// Instructions that were read, each time they were.
     read: usize,

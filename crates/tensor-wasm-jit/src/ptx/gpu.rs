@@ -10,9 +10,7 @@ impl PtxEmitter<'_> {
     pub(super) fn gpu(&mut self, op: &GpuOp) {
         match op {
             GpuOp::Multiply { element, to, a, b, sums } => {
-                let (ty, shape) = element.spelling();
-                let [to, a, b, sums] = [&to[..], a, b, sums].map(|regs| self.list(regs));
-                put!(self, "mma.sync.aligned.{shape}.row.col.f32.{ty}.{ty}.f32 {to}, {a}, {b}, {sums};");
+                self.multiply_tiles(*element, to, (a, b), sums);
             }
             GpuOp::LoadTiles { to, at, is_transposed } => {
                 let (to, at) = (self.list(to), self.unfenced(*at));
@@ -73,6 +71,19 @@ impl PtxEmitter<'_> {
                 put!(self, "ex2.approx.ftz.f32 {to}, {from};");
             }
         }
+    }
+
+    /// A matrix instruction, which all lanes of a warp come to.
+    pub(super) fn multiply_tiles(
+        &mut self,
+        element: MatrixElement,
+        to: &[Reg; 4],
+        (a, b): (&[Reg; 4], &[Reg; 2]),
+        sums: &[Reg; 4],
+    ) {
+        let (ty, shape) = element.spelling();
+        let [to, a, b, sums] = [&to[..], a, b, sums].map(|regs| self.list(regs));
+        put!(self, "mma.sync.aligned.{shape}.row.col.f32.{ty}.{ty}.f32 {to}, {a}, {b}, {sums};");
     }
 
     fn list(&self, regs: &[Reg]) -> String {

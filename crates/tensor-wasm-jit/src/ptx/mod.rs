@@ -246,7 +246,8 @@ fn is_dynamic(body: &Body) -> bool {
 /// The least device that has all its instructions.
 fn target(body: &Body) -> Target {
     let targets = body.ops.iter().map(|op| if let Op::Gpu { op, .. } = op { op.target() } else { Target::default() });
-    targets.max().unwrap_or_default()
+    let least = if body.has_products() { Target::Ampere } else { Target::default() };
+    targets.max().unwrap_or_default().max(least)
 }
 
 /// A name that PTX allows.
@@ -459,6 +460,7 @@ impl PtxEmitter<'_> {
                 self.exchange("bfly", ty, &to, &value, &mask.to_string(), "-1");
             }
             Op::Subgroup { op, to, value, .. } => self.subgroup(*op, *to, *value),
+            Op::Product { product, .. } => self.product(product),
             Op::CheckRange { start, count, is_write, site } => self.check_range(*start, *count, *is_write, *site),
             Op::Gpu { op, .. } => self.gpu(op),
             Op::Fence => put!(self, "fence.sc.gpu;"),

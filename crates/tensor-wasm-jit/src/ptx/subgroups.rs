@@ -15,13 +15,16 @@
 //! ends that, its exit lets the others go on.
 //!
 //! Mostly all lanes are here already, which `activemask` says. Then nothing has to be agreed on: what each lane does
-//! next is the same instruction.
+//! next is the same instruction. A matrix instruction is for such lanes only: it is one that all of a warp have to come
+//! to at one place in the code, and lanes that have agreed may be at several. Those multiply what they fetch from each
+//! other.
 
 use std::fmt::Write as _;
 
 use super::table::binary;
 use super::{PtxEmitter, mov_type};
-use crate::ir::{Bin, REDUCTION_STEPS, Reduction, Reg, SUBGROUP, SubgroupOp, Ty};
+use crate::gpu::HalfType;
+use crate::ir::{Bin, Product, REDUCTION_STEPS, Reduction, Reg, SUBGROUP, SubgroupOp, Ty};
 
 /// All lanes of a warp.
 const EVERYBODY: &str = "-1";
@@ -31,19 +34,31 @@ const BARRIER_KEY: u32 = 0;
 
 impl PtxEmitter<'_> {
     pub(super) fn subgroup(&mut self, op: SubgroupOp, to: Reg, value: Reg) {
-        let ty = self.body.ty(value);
+        let key = op.key(self.body.ty(value));
+        self.meeting(key, |emitter, here| emitter.together(op, to, value, here));
+    }
+
+    pub(super) fn product(&mut self, product: &Product) {
+        self.meeting(product.key(), |emitter, here| match here {
+            Some(here) => emitter.product_among(here, product),
+            None => emitter.multiply_tiles(product.element(), &product.to, (&product.a, &product.b), &product.sums),
+        });
+    }
+
+    /// What lanes do together: all of them, and aside those that are here once they have agreed.
+    fn meeting(&mut self, key: u32, together: impl Fn(&mut Self, Option<&str>)) {
         let (aside, back) = self.unless_all_are_here();
-        self.together(op, to, value, None);
+        together(self, None);
         let _ = writeln!(self.out, "{back}:");
         let main = std::mem::take(&mut self.out);
         let _ = writeln!(self.out, "{aside}:");
-        let (here, key, q) = (self.b32(), self.b32(), self.pred());
-        put!(self, "mov.b32 {key}, {};", op.key(ty));
-        put!(self, "match.all.sync.b32 {here}, {key}, {EVERYBODY};");
+        let (here, own, q) = (self.b32(), self.b32(), self.pred());
+        put!(self, "mov.b32 {own}, {key};");
+        put!(self, "match.all.sync.b32 {here}, {own}, {EVERYBODY};");
         put!(self, "setp.eq.s32 {q}, {here}, 0;");
         // Whether all have one key is known to all.
-        put!(self, "@{q} match.any.sync.b32 {here}, {key}, {EVERYBODY};");
-        self.together(op, to, value, Some(&here));
+        put!(self, "@{q} match.any.sync.b32 {here}, {own}, {EVERYBODY};");
+        together(self, Some(&here));
         put!(self, "bra {back};");
         self.aside.push_str(&std::mem::replace(&mut self.out, main));
     }
@@ -195,6 +210,79 @@ impl PtxEmitter<'_> {
             total = next;
         }
         total
+    }
+
+    /// The product of what the lanes of a mask have: each goes along two rows and two columns, and fetches two numbers
+    /// of each at a time. A loop, so that many products do not become long.
+    fn product_among(&mut self, here: &str, product: &Product) {
+        let Product { half, to, a, b, sums } = product;
+        let (to, sums) = (to.map(|reg| self.reg(reg)), sums.map(|reg| self.reg(reg)));
+        let ([a0, a1, a2, a3], [b0, b1]) = (a.map(|reg| self.reg(reg)), b.map(|reg| self.reg(reg)));
+        let own = self.lane();
+        let (row, column, step, q) = (self.b32(), self.b32(), self.b32(), self.pred());
+        let (upper, lower, side) = (self.b32(), self.b32(), self.b32());
+        self.asides += 1;
+        let again = format!("W{}", self.asides);
+        for (to, sum) in to.iter().zip(&sums) {
+            put!(self, "mov.f32 {to}, {sum};");
+        }
+        // The first of the four lanes that have the row of this one, and of those that have its first column.
+        put!(self, "and.b32 {row}, {own}, 28;");
+        put!(self, "and.b32 {column}, {own}, 3;");
+        put!(self, "shl.b32 {column}, {column}, 3;");
+        for (word, first) in [(&upper, a0), (&lower, a1), (&side, b0)] {
+            put!(self, "mov.b32 {word}, {first};");
+        }
+        put!(self, "mov.b32 {step}, 0;");
+        let _ = writeln!(self.out, "{again}:");
+        put!(self, ".pragma \"nounroll\";");
+        let next = self.b32();
+        put!(self, "add.s32 {next}, {column}, 4;");
+        let [x0, x1, y0, y1] =
+            [(&upper, &row), (&lower, &row), (&side, &column), (&side, &next)].map(|(word, lane)| {
+                let moved = self.b32();
+                self.exchange_among(here, Ty::I32, &moved, word, lane);
+                self.widened(*half, &moved)
+            });
+        for n in 0..2 {
+            for (to, (x, y)) in to.iter().zip([(&x0, &y0), (&x0, &y1), (&x1, &y0), (&x1, &y1)]) {
+                put!(self, "fma.rn.f32 {to}, {}, {}, {to};", x[n], y[n]);
+            }
+        }
+        put!(self, "add.s32 {row}, {row}, 1;");
+        put!(self, "add.s32 {column}, {column}, 1;");
+        put!(self, "add.s32 {step}, {step}, 1;");
+        // Halfway, the other half of what each lane has.
+        put!(self, "setp.eq.s32 {q}, {step}, 4;");
+        for (word, second) in [(&upper, a2), (&lower, a3), (&side, b1)] {
+            put!(self, "@{q} mov.b32 {word}, {second};");
+        }
+        for lane in [&row, &column] {
+            put!(self, "@{q} sub.s32 {lane}, {lane}, 4;");
+        }
+        put!(self, "setp.lt.s32 {q}, {step}, 8;");
+        put!(self, "@{q} bra {again};");
+    }
+
+    /// Both numbers of a word in single precision, the lower one first.
+    fn widened(&mut self, half: HalfType, word: &str) -> [String; 2] {
+        let [low, high] = [0, 1].map(|_| self.temp_of(Ty::F32));
+        match half {
+            HalfType::F16 => {
+                let (lower, upper) = (self.b16(), self.b16());
+                put!(self, "mov.b32 {{{lower}, {upper}}}, {word};");
+                put!(self, "cvt.f32.f16 {low}, {lower};");
+                put!(self, "cvt.f32.f16 {high}, {upper};");
+            }
+            HalfType::BF16 => {
+                let (lower, upper) = (self.b32(), self.b32());
+                put!(self, "shl.b32 {lower}, {word}, 16;");
+                put!(self, "mov.b32 {low}, {lower};");
+                put!(self, "and.b32 {upper}, {word}, -65536;");
+                put!(self, "mov.b32 {high}, {upper};");
+            }
+        }
+        [low, high]
     }
 
     /// Exchanges a register among the lanes of a mask, of 64 bits by halves.

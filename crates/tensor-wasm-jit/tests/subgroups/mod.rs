@@ -8,18 +8,18 @@ use rand::{Rng, SeedableRng};
 use tensor_wasm_jit::{Program, SUBGROUP, TrapKind};
 
 use super::host::{Host, HostArg};
-use super::{Arg, Launched, assemble, compare_with_host, emulate, launch, launch_within};
+use super::{Arg, Launched, assemble, compare_with_host, emulate, launch, launch_within, products};
 
 const LANES: usize = SUBGROUP as usize;
 
 /// Groups of which some have subgroups that are not whole, in one to three dimensions.
-const SHAPES: [[u32; 3]; 9] =
+pub(super) const SHAPES: [[u32; 3]; 9] =
     [[1, 1, 1], [31, 1, 1], [32, 1, 1], [33, 1, 1], [96, 1, 1], [8, 6, 2], [5, 7, 3], [1, 1, 40], [1024, 1, 1]];
 
 const TYPES: [&str; 4] = ["i32", "i64", "f32", "f64"];
 
 /// A module with every import of subgroups.
-fn module(body: &str) -> Vec<u8> {
+pub(super) fn module(body: &str) -> Vec<u8> {
     let mut text = String::from("(module ");
     let mut import = |name: &str, ty: &str| text += &format!(r#"(import "kernel" "{name}" (func ${name} {ty}))"#);
     for name in ["global_id", "local_id", "local_size", "shared"] {
@@ -45,13 +45,19 @@ fn module(body: &str) -> Vec<u8> {
     for name in ["f32_to_f16", "f32_to_bf16"] {
         import(name, "(param f32) (result i32)");
     }
+    for name in ["mma_f16_f32", "mma_bf16_f32"] {
+        import(name, "(param i32 i32 i32 i32 i32 i32 f32 f32 f32 f32)");
+    }
+    import("mma_sum", "(param i32) (result f32)");
     text += &format!(
         r#"(memory 1)
            (func $number (result i32)
              (i32.add (call $local_id (i32.const 0)) (i32.mul (call $local_size (i32.const 0))
                (i32.add (call $local_id (i32.const 1)) (i32.mul (call $local_size (i32.const 1))
                  (call $local_id (i32.const 2)))))))
-           {body})"#
+           {}{}{body})"#,
+        products::multiplying("f16"),
+        products::multiplying("bf16")
     );
     wat::parse_str(text).unwrap()
 }
@@ -68,7 +74,7 @@ fn kernel(name: &str, from: &str, to: &str, result: &str) -> String {
     )
 }
 
-fn items(shape: [u32; 3]) -> usize {
+pub(super) fn items(shape: [u32; 3]) -> usize {
     shape.iter().product::<u32>() as usize
 }
 
@@ -170,6 +176,10 @@ fn reduced(name: &str, ty: &str, values: &[Option<u64>]) -> u64 {
 
 /// What every item of a subgroup gets, of whom those take part who have a value.
 fn together(name: &str, ty: &str, values: &[Option<u64>], operands: &[i32]) -> Vec<u64> {
+    if name == "mma" {
+        let number = |value: &u64| *value as u32;
+        return products::of_numbers(ty, &values.iter().map(|value| value.as_ref().map(number)).collect::<Vec<_>>());
+    }
     let value = |lane: u32| values.get(lane as usize).copied().flatten().unwrap_or(0);
     let votes = |holds: &dyn Fn(u64) -> bool| {
         values
@@ -282,7 +292,9 @@ fn hash(item: u32, mask: u32) -> u32 {
 }
 
 fn acts(rng: &mut StdRng, depth: u32) -> Vec<Act> {
-    const FUNCTIONS: [(&str, &str); 10] = [
+    const FUNCTIONS: [(&str, &str); 12] = [
+        ("mma", "f16"),
+        ("mma", "bf16"),
         ("add", "i32"),
         ("min", "i32"),
         ("max", "i64"),
@@ -312,6 +324,9 @@ fn acts(rng: &mut StdRng, depth: u32) -> Vec<Act> {
 
 /// The accumulator as a function takes it, and what comes out as the accumulator adds it.
 fn call(name: &str, ty: &str) -> String {
+    if name == "mma" {
+        return format!("(call $multiply_{ty} (local.get $acc))");
+    }
     let function = if name.starts_with("shuffle") { format!("{name}_{ty}") } else { format!("subgroup_{name}_{ty}") };
     let function = if matches!(name, "ballot" | "any" | "all") { format!("subgroup_{name}") } else { function };
     let small = "(i32.and (local.get $acc) (i32.const 0xffff))";
@@ -443,12 +458,25 @@ fn model(acts: &[Act], count: usize) -> Vec<u32> {
     accs
 }
 
-/// Runs a program on every item of a group, in the emulator and on the CPU.
-fn ran(acts: &[Act], shape: [u32; 3], is_assembled: bool) -> Launched {
+/// Programs in which items part, groups that run them, and what every item has in the end.
+pub(super) fn parting(made: usize) -> Vec<(Vec<u8>, [u32; 3], Vec<u32>)> {
+    let mut rng = StdRng::seed_from_u64(8);
+    let mut programs: Vec<Vec<Act>> =
+        [("add", "i32"), ("mma", "f16"), ("mma", "bf16")].into_iter().flat_map(by_hand).collect();
+    programs.extend((0..made).map(|_| acts(&mut rng, 3)));
+    let with_shapes = programs.iter().flat_map(|program| {
+        [[31, 1, 1], [33, 1, 1], [96, 1, 1], [4, 4, 8]]
+            .map(|shape| (of_acts(program), shape, model(program, items(shape))))
+    });
+    with_shapes.collect()
+}
+
+/// A kernel in which every item does that.
+fn of_acts(acts: &[Act]) -> Vec<u8> {
     let mut counters = 0;
     let body = text(acts, &mut counters);
     let locals: String = (1..=counters).map(|n| format!("(local $n{n} i32)")).collect();
-    let wasm = module(&format!(
+    module(&format!(
         r#"(func $leave (param $out i32) (param $i i32) (param $acc i32)
              (i32.store (i32.add (local.get $out) (i32.shl (local.get $i) (i32.const 2))) (local.get $acc)))
            (func (export "k") (param $out i32) (local $i i32) (local $acc i32) {locals}
@@ -456,7 +484,12 @@ fn ran(acts: &[Act], shape: [u32; 3], is_assembled: bool) -> Launched {
              (local.set $acc (i32.add (i32.mul (local.get $i) (i32.const 3)) (i32.const 1)))
              {body}
              (call $leave (local.get $out) (local.get $i) (local.get $acc)))"#
-    ));
+    ))
+}
+
+/// Runs a program on every item of a group, in the emulator and on the CPU.
+fn ran(acts: &[Act], shape: [u32; 3], is_assembled: bool) -> Launched {
+    let wasm = of_acts(acts);
     let program = Program::read(&wasm).unwrap();
     let image = program.compile("k", &[true]).unwrap();
     if is_assembled {
@@ -470,10 +503,29 @@ fn ran(acts: &[Act], shape: [u32; 3], is_assembled: bool) -> Launched {
 
 #[test]
 fn items_that_do_not_come_are_not_there_and_hold_up_nobody() {
-    let add = || Act::Function("add", "i32");
+    let mut programs: Vec<Vec<Act>> = [("add", "i32"), ("mma", "f16")].into_iter().flat_map(by_hand).collect();
+    let by_hand = programs.len();
+    let setting = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let mut rng = StdRng::seed_from_u64(setting("TENSOR_WASM_TEST_SEED").unwrap_or(7));
+    let made = setting("TENSOR_WASM_TEST_PROGRAMS").unwrap_or(100);
+    programs.extend((0..made).map(|_| acts(&mut rng, 3)));
+    for (n, program) in programs.iter().enumerate() {
+        for shape in [[1, 1, 1], [31, 1, 1], [33, 1, 1], [96, 1, 1], [7, 3, 2], [4, 4, 8]] {
+            let done = ran(program, shape, n < by_hand + 5);
+            assert_eq!(done.trap, None);
+            let found: Vec<u32> =
+                done.buffers[0].chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
+            assert_eq!(found, model(program, items(shape)), "{program:?} in {shape:?}");
+        }
+    }
+}
+
+/// Programs in which items part around a function, and around another.
+fn by_hand((name, ty): (&'static str, &'static str)) -> Vec<Vec<Act>> {
+    let add = || Act::Function(name, ty);
     let max = || Act::Function("min", "i32");
     let some = |acts: Vec<Act>, others: Vec<Act>| vec![Act::Either(8, acts, others)];
-    let mut programs = vec![
+    vec![
         // Different functions, and the same one in two places.
         some(vec![add()], vec![max()]),
         some(vec![add(), max()], vec![max(), add()]),
@@ -489,21 +541,7 @@ fn items_that_do_not_come_are_not_there_and_hold_up_nobody() {
         // Some have ended.
         vec![Act::End(0x7), add(), Act::End(0x15), max(), Act::Barrier, add()],
         vec![Act::Repeat(7, vec![add(), Act::End(0x38)]), max()],
-    ];
-    let by_hand = programs.len();
-    let setting = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let mut rng = StdRng::seed_from_u64(setting("TENSOR_WASM_TEST_SEED").unwrap_or(7));
-    let made = setting("TENSOR_WASM_TEST_PROGRAMS").unwrap_or(100);
-    programs.extend((0..made).map(|_| acts(&mut rng, 3)));
-    for (n, program) in programs.iter().enumerate() {
-        for shape in [[1, 1, 1], [31, 1, 1], [33, 1, 1], [96, 1, 1], [7, 3, 2], [4, 4, 8]] {
-            let done = ran(program, shape, n < by_hand + 5);
-            assert_eq!(done.trap, None);
-            let found: Vec<u32> =
-                done.buffers[0].chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect();
-            assert_eq!(found, model(program, items(shape)), "{program:?} in {shape:?}");
-        }
-    }
+    ]
 }
 
 #[test]
@@ -556,14 +594,35 @@ fn items_that_trap_or_never_come_end_a_launch_within_its_deadline() {
                  (i32.store (i32.add (local.get $out) (i32.shl (local.get $i) (i32.const 2))) (local.get $n)))"#
         ))
     };
+    for function in ["subgroup_add_i32", "multiply_f16"] {
+        let add = format!("(local.set $n (call ${function} (local.get $i)))");
+        for (body, expected) in cases_of_trouble(&add) {
+            let wasm = kernel(&body);
+            for shape in [[33, 1, 1], [4, 3, 1]] {
+                let args = [Arg::Buffer(vec![0; 4 * items(shape)])];
+                let done = launch_within(&wasm, "k", [1; 3], shape, &args, 5_000_000);
+                assert_eq!(done.trap.map(|trap| trap.kind), expected, "{body} in {shape:?}");
+                if expected == Some(TrapKind::Deadline) {
+                    let image = Program::read(&wasm).unwrap().compile_host("k", &[true]).unwrap();
+                    let (host, mut bytes) = (Host::new(), vec![0; 4 * items(shape)]);
+                    let window = HostArg::Window(image.layout.windows_from, &mut bytes);
+                    let trap = host.run_within(&image, &host.compile(&image), [1; 3], shape, vec![window], 3);
+                    assert_eq!(trap.map(|trap| trap.kind), expected, "{body} in {shape:?} on the CPU");
+                }
+            }
+        }
+    }
+}
+
+/// What some items do that are not there when the others are, and how that ends.
+fn cases_of_trouble(add: &str) -> Vec<(String, Option<TrapKind>)> {
     let odd = "(i32.and (local.get $i) (i32.const 1))";
-    let add = "(local.set $n (call $subgroup_add_i32 (local.get $i)))";
     let forever = "(loop $l (br $l))";
     let adding = format!("(loop $l {add} (br $l))");
     let trap = "(drop (i32.div_u (i32.const 1) (i32.const 0)))";
     let outside = "(i32.store offset=0x10000 (local.get $out) (i32.const 1))";
     let divides = Some(TrapKind::DivideByZero);
-    let cases = [
+    vec![
         // One traps before, in the middle, or instead.
         (format!("(if {odd} (then {trap})) {add} (call $barrier) {add}"), divides),
         (format!("{add} (if {odd} (then {trap})) {add}"), divides),
@@ -579,22 +638,7 @@ fn items_that_trap_or_never_come_end_a_launch_within_its_deadline() {
             Some(TrapKind::Deadline),
         ),
         (adding.clone(), Some(TrapKind::Deadline)),
-    ];
-    for (body, expected) in cases {
-        let wasm = kernel(&body);
-        for shape in [[33, 1, 1], [4, 3, 1]] {
-            let args = [Arg::Buffer(vec![0; 4 * items(shape)])];
-            let done = launch_within(&wasm, "k", [1; 3], shape, &args, 5_000_000);
-            assert_eq!(done.trap.map(|trap| trap.kind), expected, "{body} in {shape:?}");
-            if expected == Some(TrapKind::Deadline) {
-                let image = Program::read(&wasm).unwrap().compile_host("k", &[true]).unwrap();
-                let (host, mut bytes) = (Host::new(), vec![0; 4 * items(shape)]);
-                let window = HostArg::Window(image.layout.windows_from, &mut bytes);
-                let trap = host.run_within(&image, &host.compile(&image), [1; 3], shape, vec![window], 3);
-                assert_eq!(trap.map(|trap| trap.kind), expected, "{body} in {shape:?} on the CPU");
-            }
-        }
-    }
+    ]
 }
 
 #[test]

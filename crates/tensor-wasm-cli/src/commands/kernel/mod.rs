@@ -29,7 +29,8 @@ enum Command {
         file: PathBuf,
     },
     Run(run::Run),
-    /// Compile a kernel to PTX, fenced, for every GPU from compute capability 7.5 on.
+    /// Compile a kernel to PTX, fenced, for every GPU from compute capability 7.5 on; from 8.0 on if it multiplies
+    /// matrices.
     Build {
         /// A core Wasm module, `.wasm` or `.wat`.
         file: PathBuf,
@@ -37,9 +38,9 @@ enum Command {
         #[arg(long, value_name = "NAME")]
         kernel: Option<String>,
         /// The oldest GPU that is to accept it: sm_75, sm_80, sm_86, sm_87, sm_89, sm_90, sm_100 or sm_120. Newer ones
-        /// do too.
-        #[arg(long, value_name = "ARCH", default_value = "sm_75")]
-        arch: String,
+        /// do too. If not given, the oldest that the kernel can have.
+        #[arg(long, value_name = "ARCH")]
+        arch: Option<String>,
         /// Where to write the PTX; to stdout without it.
         #[arg(long, short)]
         output: Option<PathBuf>,
@@ -70,7 +71,7 @@ impl Kernel {
         match self.command {
             Command::Check { file } => check(&read(&file)?, global),
             Command::Run(run) => run.execute(global),
-            Command::Build { file, kernel, arch, output } => build(&file, kernel, &arch, output),
+            Command::Build { file, kernel, arch, output } => build(&file, kernel, arch.as_deref(), output),
         }
     }
 }
@@ -159,18 +160,32 @@ fn choose(program: &Program<'_>, kernel: Option<String>) -> Result<String, Faile
     }
 }
 
-fn build(file: &Path, kernel: Option<String>, arch: &str, output: Option<PathBuf>) -> Ended {
-    let known = ARCHITECTURES.iter().find(|(name, _)| *name == arch);
-    let (arch, version) = known.ok_or_else(|| {
-        let known = ARCHITECTURES.map(|(name, _)| name).join(", ");
-        Failed::Usage(format!("--arch {arch}: it is not known; known are {known}"))
-    })?;
+fn build(file: &Path, kernel: Option<String>, arch: Option<&str>, output: Option<PathBuf>) -> Ended {
+    let known = |arch: &str| {
+        let found = ARCHITECTURES.into_iter().find(|(name, _)| *name == arch);
+        found.ok_or_else(|| {
+            let known = ARCHITECTURES.map(|(name, _)| name).join(", ");
+            Failed::Usage(format!("--arch {arch}: it is not known; known are {known}"))
+        })
+    };
+    let asked = arch.map(known).transpose()?;
     let wasm = read(file)?;
     let program = Program::read(&wasm).map_err(|refusal| no(&refusal))?;
     let kernel = choose(&program, kernel)?;
     let pointers = program.pointers(&kernel).map_err(|refusal| no(&refusal))?;
     let image = program.compile(&kernel, &pointers).map_err(|refusal| no(&refusal))?;
-    let ptx = retarget(&image.ptx, arch, version);
+    let ptx = match asked {
+        None => image.ptx,
+        Some((arch, version)) => {
+            let (major, minor) = image.target.capability();
+            let number = arch.trim_start_matches("sm_").parse().unwrap_or(0_u32);
+            if number < 10 * major + minor {
+                let why = format!("{kernel} multiplies matrices, which GPUs do from sm_{major}{minor} on");
+                return Err(Failed::Usage(format!("--arch {arch}: {why}")));
+            }
+            retarget(&image.ptx, arch, version)
+        }
+    };
     match output {
         None => write(format_args!("{ptx}")),
         Some(file) => {
