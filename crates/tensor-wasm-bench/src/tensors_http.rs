@@ -81,7 +81,8 @@ pub(crate) fn compare(device: &Device, report: &mut Report) -> anyhow::Result<()
     let what = "softmax(a @ b) of 256² by a function, read back by it, against the same by a program";
     let baseline = (middle(&mut own_within), "library");
     report.ratio("tensors_cuda/guest/256", what, middle(&mut within), baseline, "us", Goal::AtMost(1.3));
-    let what = "a whole request over HTTP for one of them, its matrices made from a seed, against the same by a program";
+    let what =
+        "a whole request over HTTP for one of them, its matrices made from a seed, against the same by a program";
     let baseline = (middle(&mut own_whole), "library");
     report.ratio("tensors_cuda/guest_http/256", what, middle(&mut whole), baseline, "us", Goal::AtMost(1.3));
     Ok(())

@@ -77,7 +77,7 @@ struct PlanState {
     workspace: Option<Arc<CudaBuffer>>,
     /// The least that it took on the device, as seen from here, if a supervisor has had it measured.
     takes: Option<Duration>,
-    /// A run was stopped in the middle: its flags may be set.
+    /// A run was stopped in the middle, or nobody heard of its end: its flags may be set.
     is_torn: bool,
     /// What [`super::set_tf32`] said when it was lowered.
     is_tf32: bool,
@@ -321,7 +321,7 @@ impl PlanState {
         }
         copies.iter().for_each(|(storage, copy)| storage.keep(copy));
         if !self.lowered.check.is_passed(leaves) {
-            self.check(plan)?;
+            self.check(plan).inspect_err(|_| self.is_torn = true)?;
         }
         let storages: Vec<Arc<Storage>> =
             outputs.into_iter().map(|output| Arc::new(Storage::of_cuda(Arc::new(output)).computed())).collect();
