@@ -263,7 +263,7 @@ fn hostile_kernels_get_the_right_error_and_the_next_tenant_notices_nothing() {
             ("huge-allocation", json!([]), "out of device memory"),
             ("raw-ptx", json!([]), "trusted tenants"),
             ("not-wasm", json!([]), "not a Wasm module"),
-            ("large-module", json!([2_000_000]), "at most 4194304"),
+            ("large-module", json!([10_000_000]), "at most 4194304"),
             ("no-such-kernel", json!([]), "there is no kernel"),
             ("freed-while-running", json!([100_000]), "no error"),
             ("abandon", json!([1_000_000_000_u32]), "no error"),

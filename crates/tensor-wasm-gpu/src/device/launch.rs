@@ -388,7 +388,7 @@ impl Stream {
         }
         orders.push(Job::GraphEnd.into());
         self.open(bound, &mut memory)?;
-        let ticket = self.send_orders(&bound, orders)?;
+        let ticket = self.send_orders(bound, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         let places = spans.iter().map(|span| (span.address, span.bytes)).collect();
         Ok((ticket, Used { buffers: parts.iter().map(|part| part.handle).collect(), places, pinned, modules }))
