@@ -1,5 +1,5 @@
-//! What a function pays for its tensors on a GPU, beside a program that uses the library: `softmax(a @ b)` of 256², read
-//! back by both. The server is the real one, its function that of `guests/tensor-examples`.
+//! What a function pays for its tensors on a GPU, beside a program that uses the library: `softmax(a @ b)` of 256²,
+//! read back by both. The server is the real one, its function that of `guests/tensor-examples`.
 
 use std::time::Instant;
 

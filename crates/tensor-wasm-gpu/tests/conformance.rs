@@ -23,14 +23,14 @@ use std::os::unix::process::CommandExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tensor_wasm_gpu::{
     Device, DeviceChoice, DeviceError, DeviceEvent, DeviceKind, Events, GraphStep, Grid, Handle, HostCode, HostKernels,
-    HostLaunch, HostModule, Kernel, OpenOptions, Param, Params, Payer, Pinned, Placement, SlabPlan, Stream, Tenant,
+    HostLaunch, HostModule, Kernel, OpenOptions, Param, Params, Pinned, Placement, SlabPlan, Stream, Tenant,
     TenantLimits,
 };
 
@@ -85,7 +85,7 @@ const CASES: &[Case] = &[
     ("a_hanging_worker_is_replaced", hanging_worker),
     ("a_faulting_kernel_costs_its_worker_and_nothing_else", faulting_kernel),
     ("statistics_and_metrics_follow", statistics),
-    ("who_sends_is_charged_for_no_more_than_the_time_that_passed", who_sends_is_charged),
+    ("who_sends_is_charged_for_no_more_than_the_time_that_passed", streams::who_sends_is_charged),
 ];
 
 fn main() -> ExitCode {
@@ -967,37 +967,4 @@ fn statistics(setup: &Setup) {
     assert_eq!(value("tensor_wasm_gpu_memory_bytes_per_tenant{tenant_id=\"counted\"}"), stats.used_bytes as f64);
     assert_eq!(value("tensor_wasm_gpu_queue_depth"), 0.0);
     assert_eq!(value("tensor_wasm_gpu_device_lost_total"), 0.0);
-}
-
-/// Nanoseconds that somebody was charged for.
-#[derive(Default)]
-struct Paid(AtomicU64);
-
-impl Payer for Paid {
-    fn pay(&self, took: Duration) {
-        self.0.fetch_add(u64::try_from(took.as_nanos()).unwrap(), Ordering::Relaxed);
-    }
-}
-
-fn who_sends_is_charged(setup: &Setup) {
-    let tenant = setup.device.tenant("charged", TenantLimits::default()).unwrap();
-    let buffers = [tenant.buffer(1 << 20).unwrap(), tenant.buffer(1 << 20).unwrap()];
-    let payers = [Arc::new(Paid::default()), Arc::new(Paid::default())];
-    let read = || payers.each_ref().map(|paid| paid.0.load(Ordering::Relaxed));
-    let began = Instant::now();
-    std::thread::scope(|scope| {
-        for (buffer, payer) in buffers.iter().zip(&payers) {
-            let stream = tenant.stream().paid_by(payer.clone());
-            scope.spawn(move || {
-                for n in 0..50 {
-                    stream.write_blocking(buffer.handle(), 0, &vec![n; 1 << 20]).unwrap();
-                }
-            });
-        }
-    });
-    let (passed, paid) = (u64::try_from(began.elapsed().as_nanos()).unwrap(), read());
-    // All that is charged is no more than the time that passed, however many send at once.
-    assert!(paid.iter().all(|paid| *paid > 0) && paid.iter().sum::<u64>() <= passed, "{paid:?} of {passed} ns");
-    tenant.write_blocking(buffers[0].handle(), 0, &[1; 60_000]).unwrap();
-    assert_eq!(read(), paid, "what others send is not theirs");
 }

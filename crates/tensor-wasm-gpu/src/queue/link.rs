@@ -55,8 +55,8 @@ const RESIDENT_JOBS_MAX: usize = 4;
 /// The stream for what belongs to no tenant: modules and streams themselves.
 pub(crate) const CONTROL: usize = 0;
 
-/// Who is charged for jobs, besides the tenant's line. It is told of each when that is seen done, under the line's lock:
-/// it counts, and neither waits nor lets go of anything that belongs to a device.
+/// Who is charged for jobs, besides the tenant's line. It is told of each when that is seen done, under the line's
+/// lock: it counts, and neither waits nor lets go of anything that belongs to a device.
 pub trait Payer: Send + Sync {
     /// What a job took of the device: the time since something was last seen done, of whomever. What all are told of
     /// never adds up to more than the time that passed.

@@ -69,7 +69,7 @@ struct Opened {
     tenant: Tenant,
     stream: Stream,
     memory_bytes_max: u64,
-    /// What the device's library works in, as long as a plan has it: the stream's products are done one after the other.
+    /// What the device's library works in, while a plan has it: the stream's products are done one after the other.
     workspace: Mutex<Weak<CudaBuffer>>,
     /// What plans under a supervisor have sent and nobody has waited for, with the time it takes.
     ahead: Mutex<VecDeque<(Arc<Pending>, Duration)>>,
