@@ -48,6 +48,7 @@ pub(crate) struct FunctionSeries {
     outcomes: [AtomicU64; OUTCOMES.len()],
     faults: [AtomicU64; FAULT_KINDS.len()],
     cpu_ns: AtomicU64,
+    gpu_ns: AtomicU64,
     duration_ns: AtomicU64,
     buckets: [AtomicU64; BUCKETS],
 }
@@ -113,6 +114,10 @@ impl FunctionSeries {
         self.cpu_ns.fetch_add(spent_ns, Ordering::Relaxed);
     }
 
+    pub(crate) fn add_gpu(&self, spent_ns: u64) {
+        self.gpu_ns.fetch_add(spent_ns, Ordering::Relaxed);
+    }
+
     pub(crate) fn count(&self, outcome: CallOutcome) {
         self.outcomes[outcome as usize].fetch_add(1, Ordering::Relaxed);
     }
@@ -140,7 +145,7 @@ impl FunctionSeries {
     }
 
     fn numbers(&self) -> impl Iterator<Item = &AtomicU64> {
-        let single = [&self.cpu_ns, &self.duration_ns];
+        let single = [&self.cpu_ns, &self.gpu_ns, &self.duration_ns];
         self.outcomes.iter().chain(&self.faults).chain(&self.buckets).chain(single)
     }
 }
@@ -220,6 +225,13 @@ impl Collector for FunctionMetrics {
             let seconds = Duration::from_nanos(load(&s.cpu_ns)).as_secs_f64();
             metric.encode_family(&labels)?.encode_counter::<NoLabelSet, f64, f64>(&seconds, None)?;
         }
+        let help = "Time of the GPU, or of the CPU in its place, for a function's calls";
+        let mut metric = encoder.encode_descriptor("function_gpu_seconds", help, None, MetricType::Counter)?;
+        for s in all.iter().filter(|s| load(&s.gpu_ns) > 0) {
+            let labels = [("tenant_id", s.tenant.as_str()), ("function", s.function.as_str())];
+            let seconds = Duration::from_nanos(load(&s.gpu_ns)).as_secs_f64();
+            metric.encode_family(&labels)?.encode_counter::<NoLabelSet, f64, f64>(&seconds, None)?;
+        }
         let help = "Time from a call's arrival to its end";
         let mut metric = encoder.encode_descriptor("function_duration_seconds", help, None, MetricType::Histogram)?;
         for s in &all {
@@ -271,11 +283,14 @@ mod tests {
         own.took(Duration::from_millis(7));
         own.count_fault(&Fault::Deadline { deadline_ms: 1 });
         own.add_cpu(1_500_000_000);
+        own.add_gpu(250_000_000);
         let text = page(metrics.clone());
         let has = |line: &str| assert!(text.lines().any(|l| l == line), "{line}\n{text}");
         has(r#"function_invocations_total{tenant_id="small",function="f",outcome="ok"} 1"#);
         has(r#"function_faults_total{tenant_id="small",function="f",kind="invoke_timeout"} 1"#);
         has(r#"function_cpu_seconds_total{tenant_id="small",function="f"} 1.5"#);
+        has(r#"function_gpu_seconds_total{tenant_id="small",function="f"} 0.25"#);
+        assert_eq!(text.lines().filter(|l| l.starts_with("function_gpu_seconds_total")).count(), 1, "{text}");
         has(r#"function_duration_seconds_bucket{le="0.005",tenant_id="small",function="f"} 0"#);
         has(r#"function_duration_seconds_bucket{le="0.01",tenant_id="small",function="f"} 1"#);
         has(r#"function_duration_seconds_bucket{le="+Inf",tenant_id="small",function="f"} 1"#);

@@ -76,6 +76,9 @@ pub struct Usage {
     /// CPU time of the guest, of the host functions it called and of what was done to start it. Exact once a call has
     /// moved to the background; before, the time its slices took on the serving thread.
     pub cpu_us: u64,
+    /// What the device, a GPU or the CPU in its place, did for the call and was seen done with while it lasted: kernels
+    /// and copies that it launched, tensors that it computed. Where that is the CPU, tensors count as `cpu_us` too.
+    pub gpu_us: u64,
     /// From arrival to the end (to the response's head, for HTTP), waiting included.
     pub wall_us: u64,
     /// Waiting for a permit.

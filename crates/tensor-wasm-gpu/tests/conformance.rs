@@ -86,6 +86,7 @@ const CASES: &[Case] = &[
     ("a_hanging_worker_is_replaced", hanging_worker),
     ("a_faulting_kernel_costs_its_worker_and_nothing_else", faulting_kernel),
     ("statistics_and_metrics_follow", statistics),
+    ("who_sends_is_charged_for_no_more_than_the_time_that_passed", streams::who_sends_is_charged),
 ];
 
 fn main() -> ExitCode {

@@ -65,6 +65,12 @@ pub trait Supervisor: Send + Sync {
     /// Asked by every thread that helps with a kernel, often: whether it can end early; what comes of the
     /// plan is refused then. Once it says so it must not change its mind.
     fn is_stopped(&self) -> bool;
+
+    /// Who is charged for what its plans take of a GPU, besides the tenant's line.
+    #[cfg(feature = "cuda")]
+    fn payer(&self) -> Option<Arc<dyn tensor_wasm_gpu::Payer>> {
+        None
+    }
 }
 
 /// What a thread's tensors are charged to.
@@ -163,6 +169,12 @@ pub(crate) fn admit(need: &PlanNeed, is_on_cpu: bool) -> Result<(), ErrorKind> {
 /// Between two kernels of a plan.
 pub(crate) fn between_kernels() -> Result<(), ErrorKind> {
     supervisor().map_or(Ok(()), |supervisor| supervisor.between())
+}
+
+/// Who is charged for what this thread has a GPU do.
+#[cfg(feature = "cuda")]
+pub(crate) fn payer() -> Option<Arc<dyn tensor_wasm_gpu::Payer>> {
+    supervisor().and_then(|supervisor| supervisor.payer())
 }
 
 /// After the last kernel of a plan: what came of one that was stopped is nothing.

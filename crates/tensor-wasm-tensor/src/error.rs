@@ -158,8 +158,13 @@ pub enum ErrorKind {
     NoDevice { name: String, why: String },
     #[error("the device: {why}")]
     Device { why: String },
-    #[error("{bytes} bytes of the device's memory are needed; tensors have {used} of {limit}, or others have the rest")]
-    DeviceMemory { bytes: usize, used: u64, limit: u64 },
+    /// What it was doing is gone, and what lay there; it can be asked again.
+    #[error("the device was lost: {why}")]
+    DeviceLost { why: String },
+    #[error(
+        "{bytes} bytes of the device's memory are needed; {used} of {limit} are used, and the device has {free} free"
+    )]
+    DeviceMemory { bytes: u64, used: u64, limit: u64, free: u64 },
     #[error("{file}: {why}")]
     File { file: String, why: String },
     #[error("this is a bug in this library: {why}")]

@@ -50,6 +50,8 @@ pub(crate) struct InvokeResponse {
 #[derive(Debug, Serialize, ToSchema)]
 pub(crate) struct UsageView {
     pub cpu_us: u64,
+    /// Time of the GPU, or of the CPU in its place: kernels and copies that it launched, tensors that it computed.
+    pub gpu_us: u64,
     pub wall_us: u64,
     pub queue_us: u64,
     pub memory_peak_bytes: u64,
@@ -57,8 +59,8 @@ pub(crate) struct UsageView {
 
 impl From<Usage> for UsageView {
     fn from(usage: Usage) -> UsageView {
-        let Usage { cpu_us, wall_us, queue_us, memory_peak_bytes } = usage;
-        UsageView { cpu_us, wall_us, queue_us, memory_peak_bytes }
+        let Usage { cpu_us, gpu_us, wall_us, queue_us, memory_peak_bytes } = usage;
+        UsageView { cpu_us, gpu_us, wall_us, queue_us, memory_peak_bytes }
     }
 }
 

@@ -311,6 +311,28 @@ fn hostile_kernels_get_the_right_error_and_the_next_tenant_notices_nothing() {
 }
 
 #[test]
+fn what_a_function_launches_is_in_its_usage() {
+    for device in devices() {
+        let server = Server::with(Options::default().device(device));
+        deploy(&server, "hostile", "gpu-hostile.wasm");
+        deploy(&server, "gpu", "gpu-examples.wasm");
+        let gpu_us = |name: &str, export: &str, args: &Value| {
+            let answer = server.invoke(name, &json!({ "export": export, "args": args }).to_string()).ok();
+            let used = |what: &str| answer["usage"][what].as_u64().unwrap();
+            assert!(used("gpu_us") <= used("wall_us"), "{answer} on {device}");
+            used("gpu_us")
+        };
+        let few = gpu_us("gpu", "saxpy", &json!([2.0, [1, 2, 3], [10, 20, 30]]));
+        let many = gpu_us("hostile", "spin", &json!([2_000_000]));
+        println!("{device}: {few} µs and {many} µs");
+        assert!(few > 0 && many > 1_000 && many > few, "{few} µs and {many} µs on {device}");
+        let series = "tensor_wasm_function_gpu_seconds_total{tenant_id=\"default\",function=\"hostile\"}";
+        let counted_us = server.metric(series) * 1e6;
+        assert!(counted_us >= many as f64, "{counted_us} of {many} on {device}");
+    }
+}
+
+#[test]
 fn a_device_that_is_lost_is_an_error_once_and_then_works_again() {
     let server = Server::start();
     deploy(&server, "gpu", "gpu-examples.wasm");

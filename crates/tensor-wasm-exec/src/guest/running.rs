@@ -22,6 +22,7 @@ use crate::invoke::Usage;
 use crate::logs::Logs;
 use crate::metrics::Metrics;
 use crate::models::Models;
+use tensor_wasm_gpu::Payer;
 use tensor_wasm_launch::Kernels;
 
 /// What all calls of a runtime share and their guests may reach. Not the pool: kept instances hold their last call, so
@@ -74,13 +75,37 @@ pub(crate) struct Given {
 #[derive(Debug, Default)]
 pub(crate) struct Used {
     cpu_ns: AtomicU64,
+    /// Of calls that use the device.
+    gpu: OnceLock<Arc<GpuTime>>,
     /// From arrival to when the guest last gave its thread back.
     seen_ns: AtomicU64,
     pub memory_peak_bytes: AtomicU64,
     pub captured: Captured,
 }
 
+/// What the device did for a call. Its own allocation, which only calls have that use the device: jobs hold on to it
+/// that outlast the call, and let go of it under the device's locks. What is seen done after the call is the function's
+/// still.
+#[derive(Debug)]
+pub(crate) struct GpuTime {
+    ns: AtomicU64,
+    series: Arc<FunctionSeries>,
+}
+
+impl Payer for GpuTime {
+    fn pay(&self, took: Duration) {
+        self.ns.fetch_add(nanos(took), Ordering::Relaxed);
+        self.series.add_gpu(nanos(took));
+    }
+}
+
 impl RunningCall {
+    /// Who pays for what the device does for the call.
+    pub(crate) fn gpu_time(&self) -> Arc<GpuTime> {
+        let new = || Arc::new(GpuTime { ns: AtomicU64::new(0), series: self.series.clone() });
+        self.used.gpu.get_or_init(new).clone()
+    }
+
     pub(crate) fn deadline(&self) -> Instant {
         self.arrived + Duration::from_millis(self.deadline_ms)
     }
@@ -137,6 +162,7 @@ impl RunningCall {
     pub(crate) fn usage(&self) -> Usage {
         Usage {
             cpu_us: self.used.cpu_ns.load(Ordering::Relaxed) / 1000,
+            gpu_us: self.used.gpu.get().map_or(0, |gpu| gpu.ns.load(Ordering::Relaxed) / 1000),
             wall_us: self.used.seen_ns.load(Ordering::Relaxed) / 1000,
             queue_us: nanos(self.queued) / 1000,
             memory_peak_bytes: self.used.memory_peak_bytes.load(Ordering::Relaxed),

@@ -248,6 +248,12 @@ fn class_bytes(class: usize) -> u64 {
     ((4 + quarter as u64 + 1) << (log - 2)).next_multiple_of(BLOCK_ALIGN)
 }
 
+/// What a buffer of so many bytes takes of its tenant's quota.
+pub fn buffer_bytes(bytes: u64) -> u64 {
+    let class = class_of(bytes);
+    if class < CLASSES { class_bytes(class) } else { bytes }
+}
+
 impl Arena {
     pub(crate) fn new(tenant: &str, origin: Origin, bytes_max: u64) -> Arena {
         Arena {

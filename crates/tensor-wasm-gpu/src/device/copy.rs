@@ -247,7 +247,7 @@ impl Stream {
         let (orders, spans) = self.before(&bound, &memory, &[whole])?;
         if spans.iter().any(|span| span.zero_first.is_some()) {
             self.open(&bound, &mut memory)?;
-            let ticket = bound.link.send(self.number() as usize, orders)?;
+            let ticket = self.send_orders(&bound, orders)?;
             memory.arena.touch(whole, ticket.as_use());
         }
         Ok(())

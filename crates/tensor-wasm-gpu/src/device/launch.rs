@@ -243,7 +243,7 @@ impl Stream {
         let keeps = Some(Keep::Kernel(kernel.module.0.clone(), pinned));
         orders.push(Order::new(launch_job(kernel, grid), &block, keeps));
         self.open(&bound, &mut memory)?;
-        let ticket = bound.link.send(self.number() as usize, orders)?;
+        let ticket = self.send_orders(&bound, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         Ok(Completion(ticket))
     }
@@ -278,7 +278,7 @@ impl Stream {
             orders.push(Order::new(*job, payload, keeps));
         }
         self.open(&bound, &mut memory)?;
-        let ticket = bound.link.send(self.number() as usize, orders)?;
+        let ticket = self.send_orders(&bound, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         Ok(Completion(ticket))
     }
@@ -388,7 +388,7 @@ impl Stream {
         }
         orders.push(Job::GraphEnd.into());
         self.open(bound, &mut memory)?;
-        let ticket = bound.link.send(self.number() as usize, orders)?;
+        let ticket = self.send_orders(bound, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         let places = spans.iter().map(|span| (span.address, span.bytes)).collect();
         Ok((ticket, Used { buffers: parts.iter().map(|part| part.handle).collect(), places, pinned, modules }))
@@ -419,7 +419,7 @@ impl Stream {
         let job = Job::Replay { graph: graph.0.number };
         orders.push(Order::new(job, &[], Some(Keep::Graph(graph.0.clone()))));
         self.open(&bound, &mut memory)?;
-        let ticket = bound.link.send(self.number() as usize, orders)?;
+        let ticket = self.send_orders(&bound, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         Ok(Some(Completion(ticket)))
     }

@@ -406,6 +406,13 @@ impl Device {
         registry.register_collector(Box::new(Gauges(Arc::new(Mutex::new(Box::new(read))))));
     }
 
+    /// Bytes of its memory that were free when it was opened and are in nobody's buffers.
+    pub fn memory_free_bytes(&self) -> u64 {
+        let used = |own: &Arc<TenantState>| own.memory.lock().arena.stats().used_bytes;
+        let used_bytes: u64 = self.tenants().iter().map(used).sum();
+        self.info().memory_free_bytes.saturating_sub(used_bytes)
+    }
+
     fn reading(&self) -> Reading {
         let tenants = self.tenants();
         let used = |own: &Arc<TenantState>| (own.name.to_string(), own.memory.lock().arena.stats().used_bytes);
@@ -439,7 +446,7 @@ impl Device {
         if let Some(state) = tenants.by_name.get(name).and_then(Weak::upgrade) {
             drop(tenants);
             let slot = state.home.clone();
-            return Some(Tenant(Stream { state, slot }));
+            return Some(Tenant(Stream { state, slot, payer: None }));
         }
         tenants.reap();
         let number = tenants.unused.pop()?;
@@ -462,7 +469,7 @@ impl Device {
             memory: Mutex::new(memory),
         });
         tenants.by_name.insert(name, Arc::downgrade(&state));
-        Some(Tenant(Stream { state, slot }))
+        Some(Tenant(Stream { state, slot, payer: None }))
     }
 
     /// A stream of the pool. None if there is none.

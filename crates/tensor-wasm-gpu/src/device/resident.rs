@@ -46,7 +46,7 @@ impl Tenant {
             return Err(refused("there is no stream left for a resident kernel".to_owned()));
         };
         let slot = Arc::new(StreamSlot { number, index: 0 });
-        let stream = Stream { state: state.clone(), slot };
+        let stream = Stream { state: state.clone(), slot, payer: None };
         match stream.launch_resident(&bound, words, kernel, grid, params) {
             Ok(completion) => {
                 let own = completion.0.as_use();

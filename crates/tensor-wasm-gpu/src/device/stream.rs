@@ -15,7 +15,7 @@ use crate::device::{Bound, Completion, Device, TenantMemory, TenantState};
 use crate::error::DeviceError;
 use crate::info::DeviceKind;
 use crate::queue::job::Job;
-use crate::queue::link::{CONTROL, Order, StreamUse};
+use crate::queue::link::{CONTROL, Order, Payer, StreamUse, Ticket};
 
 /// Streams of one tenant from the pool. A GPU runs 128 kernels at once, and its queues are 32: with more streams than
 /// that they wait for each other. On a CPU a stream that has long jobs is a thread.
@@ -67,6 +67,7 @@ impl TenantStreams {
 pub struct Stream {
     pub(crate) state: Arc<TenantState>,
     pub(crate) slot: Arc<StreamSlot>,
+    pub(crate) payer: Option<Arc<dyn Payer>>,
 }
 
 impl TenantState {
@@ -79,26 +80,26 @@ impl TenantState {
         let slot = {
             let mut streams = self.streams.lock();
             if let Some(slot) = streams.idle(|_| true) {
-                return Stream { state, slot: slot.clone() };
+                return Stream { state, slot: slot.clone(), payer: None };
             }
             if streams.slots.len() < tenant_max
                 && let Some(number) = self.device.take_stream()
             {
                 let slot = Arc::new(StreamSlot { number, index: streams.free_index() });
                 streams.slots.push(slot.clone());
-                return Stream { state, slot };
+                return Stream { state, slot, payer: None };
             }
             // The one that the fewest hold.
             let shared = streams.slots.iter().min_by_key(|slot| Arc::strong_count(slot));
             let slot = shared.unwrap_or(&self.home).clone();
             if streams.slots.len() >= tenant_max {
-                return Stream { state, slot };
+                return Stream { state, slot, payer: None };
             }
             slot
         };
         // Whoever asks next may have one that another tenant does not use.
         self.reclaim();
-        Stream { state, slot }
+        Stream { state, slot, payer: None }
     }
 
     /// Takes idle streams from the other tenants.
@@ -133,6 +134,11 @@ impl TenantState {
 impl Stream {
     pub fn device(&self) -> &Device {
         &self.state.device
+    }
+
+    /// The same stream for somebody who is charged for what is sent by it.
+    pub fn paid_by(&self, payer: Arc<dyn Payer>) -> Stream {
+        Stream { payer: Some(payer), ..self.clone() }
     }
 
     /// Which of its tenant's streams it is: 0 for the first, below [`Stream::INDEX_MAX`] for all. Another stream that
@@ -189,6 +195,10 @@ impl Stream {
         Ok((orders, found))
     }
 
+    pub(crate) fn send_orders(&self, bound: &Bound, orders: Vec<Order<'_>>) -> Result<Ticket, DeviceError> {
+        bound.link.send_for(self.payer.as_ref(), self.slot.number as usize, orders)
+    }
+
     /// Sends jobs about parts of buffers. What needs zeroing first is zeroed first, what must come after other streams
     /// does, and nothing comes between: the memory stays locked until the jobs are in line.
     pub(crate) fn send<'a>(
@@ -201,7 +211,7 @@ impl Stream {
         let (mut orders, found) = self.before(&bound, &memory, parts)?;
         orders.extend(make(&found)?);
         self.open(&bound, &mut memory)?;
-        let ticket = bound.link.send(self.slot.number as usize, orders)?;
+        let ticket = self.send_orders(&bound, orders)?;
         parts.iter().for_each(|part| memory.arena.touch(*part, ticket.as_use()));
         Ok(Completion(ticket))
     }

@@ -55,6 +55,14 @@ const RESIDENT_JOBS_MAX: usize = 4;
 /// The stream for what belongs to no tenant: modules and streams themselves.
 pub(crate) const CONTROL: usize = 0;
 
+/// Who is charged for jobs, besides the tenant's line. It is told of each when that is seen done, under the line's
+/// lock: it counts, and neither waits nor lets go of anything that belongs to a device.
+pub trait Payer: Send + Sync {
+    /// What a job took of the device: the time since something was last seen done, of whomever. What all are told of
+    /// never adds up to more than the time that passed.
+    fn pay(&self, took: Duration);
+}
+
 pub(crate) struct Link {
     pub slab: Arc<Slab>,
     /// Counts the workers of a device.
@@ -134,6 +142,8 @@ struct CellState {
     awaits: Option<(usize, u32)>,
     /// Memory of the slab that the job reads or writes.
     keeps: Option<Keep>,
+    /// Of the last of a batch: who is charged for it.
+    payer: Option<Arc<dyn Payer>>,
     is_launch: bool,
     is_read: bool,
     /// The last of its batch.
@@ -446,6 +456,16 @@ impl Link {
 
     /// Sends jobs, in this order and with nothing of their stream between them. The ticket is the last one's.
     pub(crate) fn send(self: &Arc<Self>, stream: usize, orders: Vec<Order<'_>>) -> Result<Ticket, DeviceError> {
+        self.send_for(None, stream, orders)
+    }
+
+    /// The same for somebody who is charged for it.
+    pub(crate) fn send_for(
+        self: &Arc<Self>,
+        payer: Option<&Arc<dyn Payer>>,
+        stream: usize,
+        orders: Vec<Order<'_>>,
+    ) -> Result<Ticket, DeviceError> {
         if let Some(lost) = self.lost() {
             return Err(lost);
         }
@@ -493,6 +513,7 @@ impl Link {
                 number,
                 awaits,
                 keeps: order.keeps,
+                payer: payer.filter(|_| is_last).cloned(),
                 is_launch: matches!(order.job, Job::Launch { .. } | Job::Replay { .. }),
                 is_last,
                 // Nobody holds a ticket for any but the last.
@@ -579,6 +600,9 @@ impl Link {
                 let sent = own.sent.unwrap_or(now);
                 if own.is_last {
                     fair.done(stream.line, own.estimate_ns, took_ns);
+                    if let Some(payer) = own.payer.take() {
+                        payer.pay(took);
+                    }
                 }
                 if own.is_launch && !stream.is_resident {
                     self.metrics.kernel_latency.observe(now.saturating_duration_since(sent).as_secs_f64());

@@ -1,6 +1,8 @@
 //! Cases about streams, resident kernels and named regions, with the kernels they run: Rust for a CPU, PTX for CUDA.
 
-use tensor_wasm_gpu::Buffer;
+use std::sync::atomic::AtomicU64;
+
+use tensor_wasm_gpu::{Buffer, Payer};
 
 use super::*;
 
@@ -529,4 +531,37 @@ pub(super) fn random_streams(setup: &Setup) {
             assert!(seen == *bytes, "seed {seed}, buffer {n}");
         }
     }
+}
+
+/// Nanoseconds that somebody was charged for.
+#[derive(Default)]
+struct Paid(AtomicU64);
+
+impl Payer for Paid {
+    fn pay(&self, took: Duration) {
+        self.0.fetch_add(u64::try_from(took.as_nanos()).unwrap(), Ordering::Relaxed);
+    }
+}
+
+pub(super) fn who_sends_is_charged(setup: &Setup) {
+    let tenant = setup.device.tenant("charged", TenantLimits::default()).unwrap();
+    let buffers = [tenant.buffer(1 << 20).unwrap(), tenant.buffer(1 << 20).unwrap()];
+    let payers = [Arc::new(Paid::default()), Arc::new(Paid::default())];
+    let read = || payers.each_ref().map(|paid| paid.0.load(Ordering::Relaxed));
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        for (buffer, payer) in buffers.iter().zip(&payers) {
+            let stream = tenant.stream().paid_by(payer.clone());
+            scope.spawn(move || {
+                for n in 0..50 {
+                    stream.write_blocking(buffer.handle(), 0, &vec![n; 1 << 20]).unwrap();
+                }
+            });
+        }
+    });
+    let (passed, paid) = (u64::try_from(began.elapsed().as_nanos()).unwrap(), read());
+    // All that is charged is no more than the time that passed, however many send at once.
+    assert!(paid.iter().all(|paid| *paid > 0) && paid.iter().sum::<u64>() <= passed, "{paid:?} of {passed} ns");
+    tenant.write_blocking(buffers[0].handle(), 0, &[1; 60_000]).unwrap();
+    assert_eq!(read(), paid, "what others send is not theirs");
 }

@@ -133,7 +133,7 @@ pub(crate) fn execute(
             // A GPU that has no memory left, or is lost, is no reason to fail where the elements are here too.
             let is_here = || leaves.iter().all(|leaf| leaf.storage.cpu().is_ok());
             match done {
-                Err((_, ErrorKind::Device { .. } | ErrorKind::DeviceMemory { .. }))
+                Err((_, ErrorKind::Device { .. } | ErrorKind::DeviceLost { .. } | ErrorKind::DeviceMemory { .. }))
                     if on == Processor::Gpu && is_here() =>
                 {
                     run(compiled, (Processor::Cpu, &device), leaves, parameters)

@@ -2,12 +2,14 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use tensor_wasm_gpu::{Completion, Graph, GraphStep, Handle, Param, Params, Stream, block_on};
+use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, Stream, block_on, buffer_bytes};
 
 use super::map::FLAGS_BYTES;
-use super::plan::{CudaLaunch, CudaPlan, LaunchArgument, output_of};
+use super::plan::{CudaPlan, LaunchArgument, output_of};
+use super::product::WORKSPACE_BYTES;
 use super::{CudaBuffer, CudaDevice, Pending, failed};
 use crate::account;
 use crate::cpu::register_of;
@@ -15,6 +17,9 @@ use crate::dtype::DType;
 use crate::error::ErrorKind;
 use crate::graph::{Storage, Value};
 use crate::schedule::plan::{BufferView, Parameter, Plan, Source, Step, ValueKind};
+
+#[cfg(test)]
+mod tests;
 
 /// Graphs that are kept of a plan: its buffers lie in some few ways, one after the other.
 const GRAPHS_MAX: usize = 4;
@@ -25,8 +30,19 @@ const WORD_BYTES: usize = 8;
 /// Launches that are sent at once.
 const BATCH_MAX: usize = 512;
 
-/// The same for a plan under a supervisor, which is asked in between.
+/// What is sent at once of a plan under a supervisor, and what such a plan may take to be replayed as a graph: nobody
+/// can stop what was sent, and a call's deadline is to hold. A wait between two batches is some 20 µs of this.
+const SUPERVISED_AT_ONCE: Duration = Duration::from_millis(5);
+
+/// What such plans may have sent and not waited for: enough for the device to have work while the next is made.
+const SUPERVISED_AHEAD: Duration = Duration::from_millis(20);
+
+/// Launches that are sent at once of such a plan, and how much longer a batch may be than the one before it: what a
+/// launch takes is known by those before.
 const SUPERVISED_BATCH_MAX: usize = 64;
+const SUPERVISED_BATCH_GROWTH: usize = 4;
+
+const _: () = assert!(SUPERVISED_AT_ONCE.as_nanos() <= SUPERVISED_AHEAD.as_nanos());
 
 /// What a thread had of devices so far.
 #[derive(Clone, Copy, Default)]
@@ -92,6 +108,12 @@ struct PlanState {
     written: Vec<u8>,
     graphs: Vec<PlanGraph>,
     runs: usize,
+    /// Kept for as long as the plan is, where it has products that a library does.
+    workspace: Option<Arc<CudaBuffer>>,
+    /// The least that it took on the device, as seen from here, if a supervisor has had it measured.
+    takes: Option<Duration>,
+    /// A run was stopped in the middle, or nobody heard of its end: its flags may be set.
+    is_torn: bool,
     /// What [`super::set_tf32`] said when it was lowered.
     is_tf32: bool,
     /// Numbers that it was lowered for.
@@ -137,10 +159,11 @@ fn try_execute(
     };
     if !state.as_ref().is_some_and(is_ready) {
         *state = None;
-        *state = Some(PlanState::new(device, plan, &words, *numbers_change)?);
+        *state = Some(PlanState::new(device, plan, leaves, &words, *numbers_change)?);
     }
-    match state {
-        Some(state) => state.run(plan, leaves, words, last),
+    match state.as_mut() {
+        // What it holds is of a worker that may have gone meanwhile.
+        Some(state) => state.run(plan, leaves, words, last).map_err(|(node, what)| (node, state.words.if_lost(what))),
         None => Err((last, ErrorKind::Bug { why: "a plan was not made".to_owned() })),
     }
 }
@@ -185,47 +208,87 @@ fn word_at(words: &[u8], number: usize) -> Option<[u8; WORD_BYTES]> {
     words.chunks_exact(WORD_BYTES).nth(number)?.try_into().ok()
 }
 
-/// What a plan needs besides what it is given.
-#[derive(Clone, Copy)]
+/// What a run of a plan takes of the device's memory, besides the leaves that lie there.
+#[derive(Clone, Copy, Default)]
 struct MemoryNeed {
-    block_bytes: usize,
-    output_bytes: usize,
+    /// All of it, and what of it is not there from an earlier run.
+    bytes: u64,
+    missing_bytes: u64,
 }
 
 impl MemoryNeed {
-    fn of(lowered: &CudaPlan) -> MemoryNeed {
-        let new = lowered.outputs.iter().filter(|output| output.over.is_none());
-        let output_bytes = new.map(|output| output.bytes).fold(0, usize::saturating_add);
-        MemoryNeed { block_bytes: usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX), output_bytes }
+    fn of(device: &CudaDevice, lowered: &CudaPlan, leaves: &[Value], words: usize, is_made: bool) -> MemoryNeed {
+        let mut need = MemoryNeed::default();
+        let mut uploaded: Vec<&Arc<Storage>> = Vec::new();
+        for Value { storage, .. } in leaves {
+            if !storage.is_on(device) && uploaded.iter().all(|other| !Arc::ptr_eq(other, storage)) {
+                uploaded.push(storage);
+                need.add(storage.bytes(), true);
+            }
+        }
+        for output in lowered.outputs.iter().filter(|output| output.over.is_none()) {
+            need.add(output.bytes, true);
+        }
+        if lowered.block_bytes > 0 {
+            need.add(usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX), !is_made);
+        }
+        need.add(words_bytes(words), !is_made);
+        if is_by_library(lowered) {
+            need.add(usize::try_from(WORKSPACE_BYTES).unwrap_or(usize::MAX), !device.has_workspace());
+        }
+        need
+    }
+
+    /// As much as the device takes of a quota for it.
+    fn add(&mut self, bytes: usize, is_missing: bool) {
+        let bytes = buffer_bytes(bytes.max(1) as u64);
+        self.bytes = self.bytes.saturating_add(bytes);
+        if is_missing {
+            self.missing_bytes = self.missing_bytes.saturating_add(bytes);
+        }
     }
 
     /// Refuses what does not fit before any of it is taken.
-    fn check(self, device: &CudaDevice, has_block: bool) -> Result<(), ErrorKind> {
-        let missing = if has_block { 0 } else { self.block_bytes }.saturating_add(self.output_bytes);
-        if missing as u64 > device.0.memory_bytes_max.saturating_sub(device.used_bytes()) {
-            return Err(self.refused(device));
+    fn check(self, device: &CudaDevice) -> Result<(), ErrorKind> {
+        if self.missing_bytes > device.0.memory_bytes_max.saturating_sub(device.used_bytes()) {
+            return Err(device.short_of(self.bytes));
         }
         Ok(())
     }
 
-    /// All that the plan needs, not only the part that did not fit.
-    fn refused(self, device: &CudaDevice) -> ErrorKind {
-        let bytes = self.block_bytes.saturating_add(self.output_bytes);
-        ErrorKind::DeviceMemory { bytes, used: device.used_bytes(), limit: device.0.memory_bytes_max }
-    }
-
-    fn take(self, device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
-        CudaBuffer::new(device, bytes).map_err(|what| match what {
-            ErrorKind::DeviceMemory { .. } => self.refused(device),
+    /// What was refused is all that the plan needs, not only the part that did not fit.
+    fn of_all<T>(self, device: &CudaDevice, taken: Result<T, ErrorKind>) -> Result<T, ErrorKind> {
+        taken.map_err(|what| match what {
+            ErrorKind::DeviceMemory { .. } => device.short_of(self.bytes),
             other => other,
         })
     }
+
+    fn take(self, device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
+        self.of_all(device, CudaBuffer::new(device, bytes))
+    }
+}
+
+/// Flags, and behind them numbers that take so many bytes.
+fn words_bytes(words: usize) -> usize {
+    FLAGS_BYTES + words.max(WORD_BYTES)
+}
+
+fn is_by_library(lowered: &CudaPlan) -> bool {
+    lowered.launches.iter().any(|launch| launch.arguments.contains(&LaunchArgument::Workspace))
+}
+
+/// As many launches as take no longer than what may be sent at once, where so many took so long.
+fn fitting(launches: usize, took: Duration) -> usize {
+    let fit = SUPERVISED_AT_ONCE.as_nanos() * launches as u128 / took.as_nanos().max(1);
+    usize::try_from(fit).unwrap_or(usize::MAX).clamp(1, SUPERVISED_BATCH_MAX)
 }
 
 impl PlanState {
     fn new(
         device: &CudaDevice,
         plan: &Plan,
+        leaves: &[Value],
         words: &[u8],
         numbers_change: bool,
     ) -> Result<PlanState, (usize, ErrorKind)> {
@@ -234,14 +297,25 @@ impl PlanState {
         let is_tf32 = super::is_tf32();
         let lowered = CudaPlan::new(device, plan, (!numbers_change).then_some(words))?;
         let assumed = lowered.assumed.iter().filter_map(|number| Some((*number, word_at(words, *number)?))).collect();
-        let need = MemoryNeed::of(&lowered);
-        need.check(device, false).map_err(at_end)?;
-        let has_block = need.block_bytes > 0;
-        let block = if has_block { Some(need.take(device, need.block_bytes).map_err(at_end)?) } else { None };
-        let words = CudaBuffer::new(device, FLAGS_BYTES + words.len().max(WORD_BYTES)).map_err(at_end)?;
-        let device = device.clone();
-        let (written, graphs, runs) = (Vec::new(), Vec::new(), 0);
-        Ok(PlanState { device, lowered, block, words, written, graphs, runs, is_tf32, assumed })
+        let need = MemoryNeed::of(device, &lowered, leaves, words.len(), false);
+        need.check(device).map_err(at_end)?;
+        let block_bytes = usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX);
+        let block = if block_bytes > 0 { Some(need.take(device, block_bytes).map_err(at_end)?) } else { None };
+        let words = need.take(device, words_bytes(words.len())).map_err(at_end)?;
+        Ok(PlanState {
+            device: device.clone(),
+            lowered,
+            block,
+            words,
+            written: Vec::new(),
+            graphs: Vec::new(),
+            runs: 0,
+            workspace: None,
+            takes: None,
+            is_torn: false,
+            is_tf32,
+            assumed,
+        })
     }
 
     /// Whether it was lowered for these numbers, or for any.
@@ -258,18 +332,34 @@ impl PlanState {
     ) -> Result<Vec<Value>, (usize, ErrorKind)> {
         let at_end = |what: ErrorKind| (last, what);
         let device = self.device.clone();
+        let need = MemoryNeed::of(&device, &self.lowered, leaves, words.len(), true);
+        need.check(&device).map_err(at_end)?;
+        if is_by_library(&self.lowered) && !self.workspace.as_ref().is_some_and(|own| own.is_there()) {
+            self.workspace = Some(need.of_all(&device, device.workspace()).map_err(at_end)?);
+        }
         let mut inputs: Vec<Arc<CudaBuffer>> = Vec::with_capacity(leaves.len());
         let mut before: Vec<Arc<Pending>> = Vec::new();
-        for leaf in leaves {
-            let buffer = leaf.storage.cuda(&device).map_err(at_end)?;
+        // Copies are the leaves' once the plan is sent: of one that fails nothing is left.
+        let mut copies: Vec<(&Arc<Storage>, Arc<CudaBuffer>)> = Vec::new();
+        for Value { storage, .. } in leaves {
+            let copied = copies.iter().find(|(of, _)| Arc::ptr_eq(of, storage)).map(|(_, copy)| copy.clone());
+            let there = if copied.is_some() { copied } else { storage.on(&device).map_err(at_end)? };
+            let buffer = match there {
+                Some(buffer) => buffer,
+                None => {
+                    let from = storage.cpu().map_err(at_end)?;
+                    let copy = need.of_all(&device, CudaBuffer::write(&device, from)).map_err(at_end)?;
+                    let copy = Arc::new(copy);
+                    copies.push((storage, copy.clone()));
+                    copy
+                }
+            };
             if !buffer.pending.is_over().map_err(at_end)? && before.iter().all(|own| !Arc::ptr_eq(own, &buffer.pending))
             {
                 before.push(buffer.pending.clone());
             }
             inputs.push(buffer);
         }
-        let need = MemoryNeed::of(&self.lowered);
-        need.check(&device, true).map_err(at_end)?;
         let mut outputs: Vec<CudaBuffer> = Vec::with_capacity(self.lowered.outputs.len());
         for output in &self.lowered.outputs {
             // All memory is there before anything is overwritten: what fails fails before.
@@ -278,6 +368,11 @@ impl PlanState {
                 _ => need.take(&device, output.bytes).map_err(at_end)?,
             };
             outputs.push(made);
+        }
+        if self.is_torn {
+            let handle = self.words.buffer.handle();
+            device.when_possible(|stream| stream.write_small(handle, 0, &[0; FLAGS_BYTES])).map_err(at_end)?;
+            self.is_torn = false;
         }
         if self.written != words {
             // On the stream, before what reads them; after what read those of the run before.
@@ -288,11 +383,13 @@ impl PlanState {
             }
             self.written = words;
         }
-        if let Some(pending) = self.send(&inputs, &outputs, before).map_err(at_end)? {
+        let sent = self.send(&inputs, &outputs, before).inspect_err(|_| self.is_torn = true).map_err(at_end)?;
+        if let Some(pending) = sent {
             outputs.iter_mut().for_each(|output| output.pending = pending.clone());
         }
+        copies.iter().for_each(|(storage, copy)| storage.keep(copy));
         if !self.lowered.check.is_passed(leaves) {
-            self.check(plan)?;
+            self.check(plan).inspect_err(|_| self.is_torn = true)?;
         }
         let storages: Vec<Arc<Storage>> =
             outputs.into_iter().map(|output| Arc::new(Storage::of_cuda(Arc::new(output)).computed())).collect();
@@ -316,12 +413,7 @@ impl PlanState {
     ) -> Result<Option<Arc<Pending>>, ErrorKind> {
         let block = self.block.as_ref().map(|block| block.buffer.handle());
         let words = self.words.buffer.handle();
-        let is_by_library = |launch: &CudaLaunch| launch.arguments.contains(&LaunchArgument::Workspace);
-        let workspace = if self.lowered.launches.iter().any(is_by_library) {
-            Some(self.device.workspace()?.buffer.handle())
-        } else {
-            None
-        };
+        let workspace = self.workspace.as_ref().map(|workspace| workspace.buffer.handle());
         let missing = || ErrorKind::Bug { why: "a buffer of a plan is not there".to_owned() };
         let mut handles: Vec<Handle> = Vec::new();
         let mut buffers: Vec<u16> = Vec::new();
@@ -359,17 +451,20 @@ impl PlanState {
             .map(|(launch, params)| GraphStep::Launch { kernel: &launch.kernel, grid: launch.grid, params })
             .collect();
         self.runs += 1;
+        let is_supervised = account::supervisor().is_some();
+        if is_supervised && self.takes.is_none_or(|takes| takes > SUPERVISED_AT_ONCE) {
+            let took = send_watched(&self.device, &steps, &overwritten, self.takes)?;
+            self.takes = Some(self.takes.map_or(took, |before| before.min(took)));
+            return Ok(Some(Pending::over(before)));
+        }
+        if is_supervised {
+            self.device.catch_up(SUPERVISED_AHEAD)?;
+            account::between_kernels()?;
+        }
         let device = &self.device;
         let completion = if self.runs == 1 || steps.len() == 1 || steps.len() > BATCH_MAX {
             let mut last = None;
-            // Who may end a plan between kernels must not be ahead of the device by more than some of them.
-            let is_supervised = account::supervisor().is_some();
-            for batch in steps.chunks(if is_supervised { SUPERVISED_BATCH_MAX } else { BATCH_MAX }) {
-                if let Some(before) = last.take().filter(|_| is_supervised) {
-                    count(|counts| counts.round_trips += 1);
-                    Completion::wait(before).map_err(|error| failed(&error))?;
-                }
-                account::between_kernels()?;
+            for batch in steps.chunks(BATCH_MAX) {
                 last = Some(device.when_possible(|stream| stream.run(batch, &overwritten))?);
             }
             last.ok_or_else(missing)?
@@ -398,7 +493,12 @@ impl PlanState {
                 }
             }
         };
-        Ok(Some(Pending::new(completion, before)))
+        let sent = Pending::new(completion, before);
+        if is_supervised {
+            device.add_ahead(&sent, self.takes.unwrap_or_default());
+            account::check_stopped()?;
+        }
+        Ok(Some(sent))
     }
 
     /// Looks whether everything could be computed.
@@ -413,4 +513,33 @@ impl PlanState {
         cleared.map_err(|what| (last, what))?;
         Err(failure)
     }
+}
+
+/// Sends the launches of a plan whose supervisor is to be asked in between, some at a time, and waits for them: as many
+/// as take little together, by what is known of the plan or of those before. How long all of them took.
+fn send_watched(
+    device: &CudaDevice,
+    steps: &[GraphStep<'_>],
+    overwritten: &[Handle],
+    takes: Option<Duration>,
+) -> Result<Duration, ErrorKind> {
+    // What others have sent is not this plan's time.
+    device.catch_up(Duration::ZERO)?;
+    let mut took = Duration::ZERO;
+    let mut launches = takes.map_or(1, |takes| fitting(steps.len(), takes));
+    let mut left = steps;
+    while !left.is_empty() {
+        account::between_kernels()?;
+        let (batch, rest) = left.split_at(launches.min(left.len()));
+        let began = Instant::now();
+        let sent = device.when_possible(|stream| stream.run(batch, overwritten))?;
+        count(|counts| counts.round_trips += 1);
+        sent.wait().map_err(|error| failed(&error))?;
+        let own = began.elapsed();
+        took += own;
+        left = rest;
+        launches = fitting(batch.len(), own).min(launches * SUPERVISED_BATCH_GROWTH);
+    }
+    account::check_stopped()?;
+    Ok(took)
 }

@@ -20,6 +20,7 @@ mod special;
 pub(crate) mod tests;
 mod tile;
 
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -30,6 +31,7 @@ use tensor_wasm_gpu::{
 };
 use tensor_wasm_jit::Target;
 
+use crate::account;
 use crate::cpu::memory::CpuBuffer;
 use crate::dtype::DType;
 use crate::error::ErrorKind;
@@ -73,14 +75,17 @@ struct Opened {
     /// blocks of staging, which all tenants share, until what used its buffer's memory before is over.
     upload: Mutex<Option<Arc<Pending>>>,
     memory_bytes_max: u64,
-    /// What the device's library works in: the stream's products are done one after the other.
-    workspace: Mutex<Option<Arc<CudaBuffer>>>,
+    /// What the device's library works in, while a plan has it: the stream's products are done one after the other.
+    workspace: Mutex<Weak<CudaBuffer>>,
+    /// What plans under a supervisor have sent and nobody has waited for, with the time it takes.
+    ahead: Mutex<VecDeque<(Arc<Pending>, Duration)>>,
 }
 
 impl Opened {
     fn new(name: String, tenant: Tenant, stream: Stream, memory_bytes_max: u64) -> Opened {
-        let (uploads, upload, workspace) = (OnceLock::new(), Mutex::default(), Mutex::default());
-        Opened { name, tenant, stream, uploads, upload, memory_bytes_max, workspace }
+        let (uploads, upload) = (OnceLock::new(), Mutex::default());
+        let (workspace, ahead) = (Mutex::default(), Mutex::default());
+        Opened { name, tenant, stream, uploads, upload, memory_bytes_max, workspace, ahead }
     }
 }
 
@@ -161,16 +166,51 @@ impl CudaDevice {
         wait().map_err(|what| crate::TensorError::new("synchronize", what, std::panic::Location::caller()))
     }
 
-    /// Memory for the device's library, which all plans share.
+    /// Memory for the device's library, which all plans share that are there.
     fn workspace(&self) -> Result<Arc<CudaBuffer>, ErrorKind> {
         let mut workspace = self.0.workspace.lock();
-        if let Some(made) = workspace.as_ref().filter(|made| made.is_there()) {
-            return Ok(made.clone());
+        if let Some(made) = workspace.upgrade().filter(|made| made.is_there()) {
+            return Ok(made);
         }
         let bytes = usize::try_from(product::WORKSPACE_BYTES).unwrap_or(usize::MAX);
         let made = Arc::new(CudaBuffer::new(self, bytes)?);
-        *workspace = Some(made.clone());
+        *workspace = Arc::downgrade(&made);
         Ok(made)
+    }
+
+    fn has_workspace(&self) -> bool {
+        self.0.workspace.lock().upgrade().is_some_and(|made| made.is_there())
+    }
+
+    /// Remembers what a plan under a supervisor has sent.
+    fn add_ahead(&self, sent: &Arc<Pending>, takes: Duration) {
+        self.0.ahead.lock().push_back((sent.clone(), takes));
+    }
+
+    /// Waits until what such plans have sent and nobody has waited for takes no longer than this. It cannot be taken
+    /// back, so a supervisor is not to be ahead of the device by more.
+    fn catch_up(&self, ahead_max: Duration) -> Result<(), ErrorKind> {
+        loop {
+            let oldest = {
+                let ahead = self.0.ahead.lock();
+                let all: Duration = ahead.iter().map(|(_, takes)| *takes).sum();
+                ahead.front().filter(|_| all > ahead_max).map(|(oldest, _)| oldest.clone())
+            };
+            let Some(oldest) = oldest else { return Ok(()) };
+            account::between_kernels()?;
+            // Whoever has it hears of its failure.
+            let _ = oldest.wait();
+            let mut ahead = self.0.ahead.lock();
+            if ahead.front().is_some_and(|(first, _)| Arc::ptr_eq(first, &oldest)) {
+                ahead.pop_front();
+            }
+        }
+    }
+
+    /// That it has no room for so much, and what it has.
+    fn short_of(&self, bytes: u64) -> ErrorKind {
+        let (used, free) = (self.used_bytes(), self.stream().device().memory_free_bytes());
+        ErrorKind::DeviceMemory { bytes, used, limit: self.0.memory_bytes_max, free }
     }
 
     /// What it is, for people.
@@ -211,11 +251,16 @@ impl CudaDevice {
     }
 }
 
-/// Sends something on a stream, waiting while the line is full.
+/// Sends something on a stream, waiting while the line is full, and has it charged to whoever this thread works for.
 fn when_possible<T>(stream: &Stream, mut send: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
+    let paid = account::payer().map(|payer| stream.paid_by(payer));
+    let stream = paid.as_ref().unwrap_or(stream);
     loop {
         match send(stream) {
-            Err(DeviceError::Busy { .. }) => std::thread::park_timeout(ROOM_PERIOD),
+            Err(DeviceError::Busy { .. }) => {
+                account::check_stopped()?;
+                std::thread::park_timeout(ROOM_PERIOD);
+            }
             sent => return sent.map_err(|error| failed(&error)),
         }
     }
@@ -233,7 +278,10 @@ pub(crate) fn has_attention(device: &CudaDevice, operands: &[Arc<Node>]) -> bool
 }
 
 fn failed(error: &DeviceError) -> ErrorKind {
-    ErrorKind::Device { why: error.to_string() }
+    match error {
+        DeviceError::DeviceLost { why } => ErrorKind::DeviceLost { why: why.clone() },
+        other => ErrorKind::Device { why: other.to_string() },
+    }
 }
 
 /// Something that was sent to a device, and what it waits for. Nobody waits for it before somebody reads.
@@ -245,12 +293,17 @@ struct PendingState {
     completion: Option<Completion>,
     /// What was not over when this was sent.
     before: Vec<Arc<Pending>>,
-    failed: Option<String>,
+    failed: Option<DeviceError>,
 }
 
 impl Pending {
     fn new(completion: Completion, before: Vec<Arc<Pending>>) -> Arc<Pending> {
         Arc::new(Pending(Mutex::new(PendingState { completion: Some(completion), before, failed: None })))
+    }
+
+    /// Of something that was waited for.
+    fn over(before: Vec<Arc<Pending>>) -> Arc<Pending> {
+        Arc::new(Pending(Mutex::new(PendingState { before, ..PendingState::default() })))
     }
 
     /// Whether it is over without anybody waiting; an error if it failed.
@@ -273,10 +326,10 @@ impl Pending {
             if let Some(completion) = state.completion.take()
                 && let Err(error) = completion.wait()
             {
-                state.failed = Some(error.to_string());
+                state.failed = Some(error);
             }
-            if let Some(why) = &state.failed {
-                return Err(ErrorKind::Device { why: why.clone() });
+            if let Some(error) = &state.failed {
+                return Err(failed(error));
             }
             left.append(&mut state.before);
         }
@@ -286,11 +339,12 @@ impl Pending {
             if let Some(completion) = state.completion.take()
                 && let Err(error) = completion.wait()
             {
-                state.failed = Some(error.to_string());
+                state.failed = Some(error);
             }
-            if let Some(why) = state.failed.clone() {
-                self.0.lock().failed = Some(why.clone());
-                return Err(ErrorKind::Device { why });
+            if let Some(error) = state.failed.clone() {
+                let told = failed(&error);
+                self.0.lock().failed = Some(error);
+                return Err(told);
             }
             left.append(&mut state.before);
         }
@@ -323,6 +377,14 @@ impl CudaBuffer {
         let CudaBuffer { device, buffer, bytes, worker, .. } = self;
         let (device, buffer, pending) = (device.clone(), buffer.clone(), Arc::default());
         CudaBuffer { device, buffer, bytes: *bytes, pending, worker: *worker }
+    }
+
+    /// What went wrong with it: whatever that was, it was lost if its device was meanwhile.
+    fn if_lost(&self, what: ErrorKind) -> ErrorKind {
+        match what {
+            ErrorKind::Device { why } if !self.is_there() => ErrorKind::DeviceLost { why },
+            other => other,
+        }
     }
 
     /// Whether its device has not been lost since it was made.
@@ -376,7 +438,7 @@ impl CudaBuffer {
             }
             self.device.when_done(|stream| stream.read_blocking(self.buffer.handle(), 0, bytes))
         };
-        let buffer = CpuBuffer::filled(self.bytes, read)?;
+        let buffer = CpuBuffer::filled(self.bytes, read).map_err(|what| self.if_lost(what))?;
         // Over by now, as the copy came after it.
         self.pending.settle()?;
         buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
@@ -386,9 +448,7 @@ impl CudaBuffer {
 /// An allocation that was refused: what was asked for, and what there is.
 fn memory_failed(device: &CudaDevice, error: &DeviceError, bytes: usize) -> ErrorKind {
     match error {
-        DeviceError::OutOfMemory { .. } | DeviceError::OverQuota { .. } => {
-            ErrorKind::DeviceMemory { bytes, used: device.used_bytes(), limit: device.0.memory_bytes_max }
-        }
+        DeviceError::OutOfMemory { .. } | DeviceError::OverQuota { .. } => device.short_of(bytes as u64),
         other => failed(other),
     }
 }

@@ -504,7 +504,7 @@ fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
     let large = with_device(&device, || (Tensor::ones(&[1 << 19], DType::F32) * 2.0).realize());
     let error = large.unwrap_err().to_string();
     assert!(
-        error.contains("2097152 bytes of the device's memory are needed") && error.contains("of 1048576"),
+        error.contains("2097408 bytes of the device's memory are needed") && error.contains("of 1048576 are used"),
         "{error}"
     );
     assert!(cuda.used_bytes() <= before, "{} and {before} before", cuda.used_bytes());
@@ -514,7 +514,7 @@ fn more_than_the_devices_memory_is_an_error_and_leaves_nothing() {
         (turned.t().reshape(&[512, 256]) + &turned).realize()
     });
     let error = both.unwrap_err().to_string();
-    assert!(error.contains("1048576 bytes of the device's memory are needed"), "{error}");
+    assert!(error.contains("1048832 bytes of the device's memory are needed"), "{error}");
     assert!(cuda.used_bytes() <= before, "{} and {before} before", cuda.used_bytes());
     assert_eq!(small(2.0).unwrap(), 12288.0);
 }

@@ -179,18 +179,31 @@ impl Storage {
     /// On a CUDA device; copied there from wherever it is, from another one through the CPU, also if it was there and
     /// the device was lost since. Of several devices, the last one's copy is kept.
     pub(crate) fn cuda(&self, device: &crate::cuda::CudaDevice) -> Result<Arc<CudaBuffer>, ErrorKind> {
+        match self.on(device)? {
+            Some(buffer) => Ok(buffer),
+            None => {
+                let made = Arc::new(CudaBuffer::write(device, self.cpu()?)?);
+                self.keep(&made);
+                Ok(made)
+            }
+        }
+    }
+
+    /// On a CUDA device if it is there; an error if it was on one that was lost, and nowhere else.
+    pub(crate) fn on(&self, device: &crate::cuda::CudaDevice) -> Result<Option<Arc<CudaBuffer>>, ErrorKind> {
         let there = self.cuda.lock().clone();
         match there {
-            Some(buffer) if buffer.is_there() && buffer.device() == device => return Ok(buffer),
-            Some(buffer) if !buffer.is_there() && self.cpu.get().is_none() => {
-                let why = "it was lost, and elements with it that were nowhere else".to_owned();
-                return Err(ErrorKind::Device { why });
-            }
-            Some(_) | None => {}
+            Some(buffer) if buffer.is_there() && buffer.device() == device => Ok(Some(buffer)),
+            Some(buffer) if !buffer.is_there() && self.cpu.get().is_none() => Err(ErrorKind::DeviceLost {
+                why: "it was lost, and elements with it that were nowhere else".to_owned(),
+            }),
+            Some(_) | None => Ok(None),
         }
-        let made = Arc::new(CudaBuffer::write(device, self.cpu()?)?);
-        *self.cuda.lock() = Some(made.clone());
-        Ok(made)
+    }
+
+    /// Keeps a copy that somebody has made.
+    pub(crate) fn keep(&self, copy: &Arc<CudaBuffer>) {
+        *self.cuda.lock() = Some(copy.clone());
     }
 }
 

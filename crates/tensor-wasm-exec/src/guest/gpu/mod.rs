@@ -138,8 +138,13 @@ fn allowed(call: &RunningCall) -> Result<(), KernelError> {
 }
 
 impl State {
-    /// The instance's stream on the device. Waits for a device that is being opened.
+    /// The instance's stream on the device, charged to its call. Waits for a device that is being opened.
     pub(in crate::guest) async fn stream(&mut self) -> Result<LaunchStream, KernelError> {
+        let LaunchStream { kernels, stream } = self.own_stream().await?;
+        Ok(LaunchStream { kernels, stream: stream.paid_by(self.call().gpu_time()) })
+    }
+
+    async fn own_stream(&mut self) -> Result<LaunchStream, KernelError> {
         if let Some(stream) = self.session.as_ref().and_then(|session| session.stream.clone()) {
             return Ok(stream);
         }

@@ -64,7 +64,9 @@ impl From<TensorError> for TensorFailure {
             ErrorKind::TooManyElements { .. } => Error::Invalid(named("tensor_elements_max")),
             ErrorKind::NoTime { .. } => Error::Deadline(plain),
             ErrorKind::Stopped => Error::Deadline(format!("{operation}: it was stopped at the call's deadline")),
-            ErrorKind::Device { .. } | ErrorKind::NoDevice { .. } => Error::DeviceLost(plain),
+            ErrorKind::DeviceLost { .. } => Error::DeviceLost(plain),
+            // The device is there, and did not do it.
+            ErrorKind::Device { .. } | ErrorKind::NoDevice { .. } => Error::Failed(plain),
             ErrorKind::OutOfRange { .. } | ErrorKind::DivisionByZero | ErrorKind::WrongGradient { .. } => {
                 Error::Failed(plain)
             }
@@ -99,6 +101,9 @@ impl From<ModelError> for TensorFailure {
 
 #[cfg(test)]
 mod tests {
+    use std::panic::Location;
+    use std::sync::Arc;
+
     use tensor_wasm_tensor::{Account, AccountLimits, DType, Tensor, charged_to};
 
     use super::*;
@@ -127,6 +132,19 @@ mod tests {
         });
         let shapes = told(&(Tensor::ones(&[2], DType::F32) + Tensor::ones(&[3], DType::F32)));
         assert!(matches!(&shapes, Error::Invalid(text) if text.contains("[2] and [3]")), "{shapes:?}");
+        let of_device =
+            |what| TensorFailure::from(TensorError { operation: "add", what: Arc::new(what), at: Location::caller() });
+        let why = || "gone".to_owned();
+        let lost = of_device(ErrorKind::DeviceLost { why: why() }).answer().unwrap();
+        assert!(matches!(&lost, Error::DeviceLost(text) if text == "add: the device was lost: gone"), "{lost:?}");
+        let refused = of_device(ErrorKind::Device { why: why() }).answer().unwrap();
+        assert!(matches!(&refused, Error::Failed(text) if text == "add: the device: gone"), "{refused:?}");
+        let short = ErrorKind::DeviceMemory { bytes: 5, used: 2, limit: 4, free: 9 };
+        let short = of_device(short).answer().unwrap();
+        let has_all = |text: &str| {
+            ["5 bytes", "2 of 4 are used", "9 free", "gpu_memory_bytes_max"].iter().all(|part| text.contains(part))
+        };
+        assert!(matches!(&short, Error::OutOfMemory(text) if has_all(text)), "{short:?}");
         let divided = told(&(Tensor::ones(&[2], DType::I64) / Tensor::zeros(&[2], DType::I64)));
         assert!(matches!(&divided, Error::Failed(_)), "{divided:?}");
     }

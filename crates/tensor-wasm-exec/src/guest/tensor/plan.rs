@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use tensor_wasm_gpu::Payer;
 use tensor_wasm_tensor::{Account, Device, ErrorKind, PlanNeed, Supervisor, TensorError, supervised, with_device};
 
 use super::error::TensorFailure;
@@ -64,10 +65,15 @@ impl PlanWatch {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// Counts what was computed on the CPU. A GPU's time is counted where its line is.
+    /// Counts what was computed on the CPU, which is the device of a function that may use one if there is no GPU. A
+    /// GPU's time is counted where its line is.
     fn add_cpu(&self, used: Duration) {
+        let call = &self.context.call;
         if self.context.device == Device::Cpu {
-            self.context.call.add_cpu(used, Instant::now());
+            call.add_cpu(used, Instant::now());
+            if call.serving.revision().settings.gpu {
+                call.gpu_time().pay(used);
+            }
         }
     }
 }
@@ -102,6 +108,10 @@ impl Supervisor for PlanWatch {
 
     fn is_stopped(&self) -> bool {
         self.is_stopped.load(Ordering::Relaxed) || Instant::now() >= self.deadline
+    }
+
+    fn payer(&self) -> Option<Arc<dyn Payer>> {
+        Some(self.context.call.gpu_time())
     }
 }
 

@@ -1,0 +1,199 @@
+//! What a supervisor, a quota and a worker that goes away do to a plan, on the emulator.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+
+use tensor_wasm_gpu::{Device, Payer};
+
+use super::super::tests::within;
+use super::*;
+use crate::account::{Account, AccountLimits, PlanNeed, Supervisor, supervised};
+use crate::{Device as Place, Mode, Tensor, TensorError, with_device};
+
+/// Runs that may go by until the machine was quiet for as long as a short plan takes.
+const RUNS_MAX: usize = 200;
+
+#[derive(Default)]
+struct Paid(AtomicU64);
+
+impl Payer for Paid {
+    fn pay(&self, took: Duration) {
+        self.0.fetch_add(u64::try_from(took.as_nanos()).unwrap(), Ordering::Relaxed);
+    }
+}
+
+/// Counts how often it is asked, and does something the `nth` time.
+struct Watch {
+    asked: AtomicUsize,
+    nth: usize,
+    does: Does,
+    is_stopped: AtomicBool,
+    paid: Arc<Paid>,
+}
+
+enum Does {
+    Nothing,
+    Stop,
+    Lose(Device),
+}
+
+impl Watch {
+    fn new(nth: usize, does: Does) -> Arc<Watch> {
+        let (asked, is_stopped, paid) = (AtomicUsize::new(0), AtomicBool::new(false), Arc::default());
+        Arc::new(Watch { asked, nth, does, is_stopped, paid })
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+impl Supervisor for Watch {
+    fn admit(&self, _need: &PlanNeed) -> Result<(), ErrorKind> {
+        Ok(())
+    }
+
+    fn between(&self) -> Result<(), ErrorKind> {
+        if self.asked.fetch_add(1, Ordering::Relaxed) + 1 == self.nth {
+            match &self.does {
+                Does::Nothing => {}
+                Does::Stop => {
+                    self.is_stopped.store(true, Ordering::Relaxed);
+                    return Err(ErrorKind::Stopped);
+                }
+                Does::Lose(device) => device.lose("a test"),
+            }
+        }
+        Ok(())
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Relaxed)
+    }
+
+    fn payer(&self) -> Option<Arc<dyn Payer>> {
+        Some(self.paid.clone())
+    }
+}
+
+fn watched<R>(device: &Place, account: &Arc<Account>, watch: &Arc<Watch>, run: impl FnOnce() -> R) -> R {
+    supervised(account, watch.clone(), || with_device(device, run))
+}
+
+fn account() -> Arc<Account> {
+    Account::new(AccountLimits::default())
+}
+
+fn host(elements: usize) -> Tensor {
+    with_device(&Place::Cpu, || Tensor::from_slice(&vec![1_f32; elements], &[elements]))
+}
+
+/// Products one after the other, which the emulator takes long for, each of the last: all elements are ones.
+fn products(x: &Tensor, times: usize) -> Tensor {
+    let side = x.shape()[0] as f64;
+    (0..times).fold(x.clone(), |product, _| product.matmul(x) / side)
+}
+
+fn is_all_ones(found: Result<Vec<f32>, TensorError>) -> bool {
+    found.unwrap().iter().all(|element| (element - 1.0).abs() < 1e-4)
+}
+
+#[test]
+fn a_long_plan_is_never_sent_at_once_and_ends_in_between() {
+    let (device, account, x) = (Place::Cuda(within(1 << 24)), account(), host(96 * 96).reshape(&[96, 96]));
+    for run in 0..3 {
+        let (watch, graphs) = (Watch::new(0, Does::Nothing), graphs_made());
+        assert!(is_all_ones(watched(&device, &account, &watch, || products(&x, 8).to_vec::<f32>())));
+        assert_eq!(graphs_made(), graphs, "run {run}");
+        // The first run finds out how long a launch takes; the ones behind it know.
+        assert!(watch.asked() >= 4, "run {run}: asked {} times", watch.asked());
+        let paid = Duration::from_nanos(watch.paid.0.load(Ordering::Relaxed));
+        assert!(paid > Duration::from_millis(5), "run {run}: {paid:?} paid");
+    }
+    let watch = Watch::new(3, Does::Stop);
+    let stopped = watched(&device, &account, &watch, || products(&x, 8).realize()).unwrap_err();
+    assert!(matches!(*stopped.what, ErrorKind::Stopped), "{stopped}");
+    assert_eq!(watch.asked(), 3, "nothing is sent after that");
+    let watch = Watch::new(0, Does::Nothing);
+    assert!(is_all_ones(watched(&device, &account, &watch, || products(&x, 8).to_vec::<f32>())));
+}
+
+#[test]
+fn a_short_plan_is_replayed_once_it_is_known_to_be_short_and_asked_for_before() {
+    let (device, account, x) = (Place::Cuda(within(1 << 24)), account(), host(4));
+    // Two kernels, which would be one.
+    let plan = || Tensor::realize_in(&[&(&x + 1.0).exp()], Mode::Eager);
+    let first = graphs_made();
+    let run = |watch: &Arc<Watch>| watched(&device, &account, watch, plan);
+    let replayed = (0..RUNS_MAX).find(|_| {
+        run(&Watch::new(0, Does::Nothing)).unwrap();
+        graphs_made() > first
+    });
+    assert!(replayed.is_some_and(|runs| runs > 0), "{replayed:?}");
+    let watch = Watch::new(1, Does::Stop);
+    let stopped = run(&watch).unwrap_err();
+    assert!(matches!(*stopped.what, ErrorKind::Stopped) && watch.asked() == 1, "{stopped}");
+    run(&Watch::new(0, Does::Nothing)).unwrap();
+}
+
+/// Kernels say in the plan's memory what they could not compute. Of a run that nobody hears of, the next must not.
+#[test]
+fn a_run_that_was_stopped_leaves_no_failure_to_the_next() {
+    let (device, account, x) = (Place::Cuda(within(1 << 24)), account(), host(96 * 96).reshape(&[96, 96]));
+    let numbers = |number: i64| with_device(&Place::Cpu, || Tensor::from_slice(&[number; 96 * 96], &[96, 96]));
+    let (ones, zeros) = (numbers(1), numbers(0));
+    let plan = |by: &Tensor| (0..4).fold((&ones / by).cast(DType::F32), |product, _| product.matmul(&x) / 96.0);
+    let run = |watch: &Arc<Watch>, by: &Tensor| watched(&device, &account, watch, || plan(by).to_vec::<f32>());
+    let failed = run(&Watch::new(0, Does::Nothing), &zeros).unwrap_err();
+    assert!(matches!(*failed.what, ErrorKind::DivisionByZero), "{failed}");
+    let stopped = run(&Watch::new(3, Does::Stop), &zeros).unwrap_err();
+    assert!(matches!(*stopped.what, ErrorKind::Stopped), "{stopped}");
+    assert!(is_all_ones(run(&Watch::new(0, Does::Nothing), &ones)));
+}
+
+#[test]
+fn what_has_to_be_copied_counts_before_any_of_it_is() {
+    let cuda = within(1 << 20);
+    let device = Place::Cuda(cuda.clone());
+    let double = |leaf: &Tensor| with_device(&device, || (leaf * 2.0).realize());
+    let refused = |leaf: &Tensor, need: &str| {
+        let before = cuda.used_bytes();
+        let error = double(leaf).unwrap_err();
+        let text = error.to_string();
+        let ErrorKind::DeviceMemory { used, limit, free, .. } = *error.what else { panic!("{text}") };
+        assert!(text.contains(need) && text.contains(" of 1048576 are used") && text.contains("free"), "{text}");
+        assert!(used <= before && limit == 1 << 20 && free > 1 << 20, "{text}");
+        assert!(cuda.used_bytes() <= before, "{} bytes are left, of {before} before", cuda.used_bytes());
+    };
+    // A copy of it and what is computed of it are all there may be, and the plan has words of its own.
+    refused(&host(1 << 17), "1048832 bytes of the device's memory are needed");
+    assert_eq!(cuda.used_bytes(), 0);
+    // A plan that ran is checked again: there is less room now.
+    double(&host(1 << 16)).unwrap();
+    let held = with_device(&device, || Tensor::ones(&[(1 << 16) + (1 << 15)], DType::F32) * 1.0);
+    with_device(&device, || held.realize()).unwrap();
+    let other = host((1 << 16) + (1 << 15));
+    refused(&other, "786688 bytes of the device's memory are needed");
+    refused(&host(1 << 17), "1048832 bytes of the device's memory are needed");
+    drop(held);
+    double(&other).unwrap();
+}
+
+#[test]
+fn a_worker_that_is_lost_in_the_middle_of_a_plan_is_said_and_the_next_plan_works() {
+    let cuda = within(1 << 24);
+    let (device, account, x) = (Place::Cuda(cuda.clone()), account(), host(96 * 96).reshape(&[96, 96]));
+    let opened = cuda.stream().device().clone();
+    let run = |watch: &Arc<Watch>| watched(&device, &account, watch, || products(&x, 8).to_vec::<f32>());
+    for restarts in 0..2 {
+        let watch = Watch::new(3, Does::Lose(opened.clone()));
+        let lost = run(&watch).unwrap_err();
+        assert!(matches!(*lost.what, ErrorKind::DeviceLost { .. }), "{lost}");
+        assert!(watch.asked() >= 3 && watch.asked() < 8, "asked {} times", watch.asked());
+        let until = Instant::now() + Duration::from_secs(20);
+        while opened.restarts() <= restarts {
+            assert!(Instant::now() < until, "there is no other worker");
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+        assert!(is_all_ones(run(&Watch::new(0, Does::Nothing))));
+    }
+}
