@@ -38,7 +38,7 @@ mod import {
 ///
 /// Each word is two halves, the lower one first. The item of lane `l` has, with `g = l / 4` and `t = l % 4`:
 ///
-/// - in `a`, columns `2 t` and `2 t + 1` of rows `g` and `g + 8`, then columns `2 t + 8` and `2 t + 9` of the same rows;
+/// - in `a`, columns `2 t` and `2 t + 1` of rows `g` and `g + 8`, then columns `2 t + 8` and `2 t + 9` of these rows;
 /// - in `b`, rows `2 t` and `2 t + 1` of column `g`, then rows `2 t + 8` and `2 t + 9`;
 /// - of the sums, columns `2 t` and `2 t + 1` of row `g`, then the same of row `g + 8`.
 ///

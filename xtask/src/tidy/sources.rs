@@ -75,7 +75,8 @@ fn comment_mark(path: &str) -> Option<&'static str> {
 }
 
 /// Lines that are too long. A line with a string in it may be longer: text of another language is not broken. Of what
-/// is not Rust only comments count: nothing formats the rest, and a dependency with its features is one line.
+/// is not Rust only comments count: nothing formats the rest, and a dependency with its features is one line. What is
+/// indented behind the mark is text of another language again, as the PTX in a snapshot.
 pub(super) fn columns(tree: &Tree) -> Vec<String> {
     let too_long = |line: &str| line.chars().count() > COLUMNS_MAX;
     let say = |line: &str| format!("{} columns", line.chars().count());
@@ -84,7 +85,8 @@ pub(super) fn columns(tree: &Tree) -> Vec<String> {
     for (path, text) in &tree.files {
         let Some(mark) = comment_mark(path) else { continue };
         for (number, line) in text.lines().enumerate() {
-            if too_long(line) && line.trim_start().starts_with(mark) {
+            let is_comment = |rest: &str| !rest.starts_with("    ");
+            if too_long(line) && line.trim_start().strip_prefix(mark).is_some_and(is_comment) {
                 found.push(format!("{path}:{}: {}", number + 1, say(line)));
             }
         }

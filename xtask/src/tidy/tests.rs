@@ -100,6 +100,7 @@ fn lines_fit() {
         assert_none(check, &[(path, &long("x ="))]);
     }
     assert_none(check, &[("README.md", &long("#"))]);
+    assert_none(check, &[("b.wat", &long(";;     "))]);
 }
 
 #[test]

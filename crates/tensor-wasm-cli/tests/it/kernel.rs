@@ -292,7 +292,8 @@ fn run_multiplies_matrices_whoever_is_there() {
         let run = ["run", &module, "--kernel", "product", "--grid", "5", "--block", &block, "--device", device];
         let (code, said, errors) = kernel(&[&run[..], &["--arg", &out]].concat());
         assert_eq!((code, errors.as_str()), (0, ""), "{said}");
-        // Four products for each item of the four that have the row and of those that have the column, if both are there.
+        // Four products for each item of the four that have the row and of those that have the column, if both are
+        // there.
         let sum = |item: usize, n: usize| {
             let (lane, there) = (item % 32, (items - item / 32 * 32).min(32));
             let (row, column) = (lane / 4, 2 * (lane % 4) + n % 2);

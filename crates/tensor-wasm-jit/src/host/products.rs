@@ -34,8 +34,8 @@ const RIGHT_AT: u32 = LEFT_AT + 16 * LEFT_ROW;
 const TOTALS_AT: u32 = RIGHT_AT + 16 * RIGHT_ROW;
 pub(super) const PRODUCT_SCRATCH_BYTES: u32 = TOTALS_AT + 16 * RIGHT_ROW;
 
-/// Locals of the function, after those that all such functions have: both halves of a row of sums, and a number as often
-/// as a vector has it.
+/// Locals of the function, after those that all such functions have: both halves of a row of sums, and a number as
+/// often as a vector has it.
 pub(super) const PRODUCT_LOCALS: (u32, ValType) = (3, ValType::V128);
 const HALVES: [u32; 2] = [10, 11];
 const FACTOR: u32 = 12;

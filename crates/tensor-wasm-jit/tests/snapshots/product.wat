@@ -1,5 +1,5 @@
-;; A product of matrices on tensor cores: where all lanes of the warp are here it is one instruction, whose four sums are
-;; asked for one by one. What is done where some are not comes after the rest, and is not shown.
+;; A product of matrices on tensor cores: where all lanes of the warp are here it is one instruction, whose four sums
+;; are asked for one by one. What is done where some are not comes after the rest, and is not shown.
 (module
   (import "kernel" "subgroup_lane" (func $lane (result i32)))
   (import "kernel" "mma_f16_f32" (func $multiply (param i32 i32 i32 i32 i32 i32 f32 f32 f32 f32)))

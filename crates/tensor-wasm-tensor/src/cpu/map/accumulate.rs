@@ -19,9 +19,8 @@ const GROUP_ROWS: usize = 64;
 /// Elements that are summed up in their own precision at most, 64 sums side by side.
 const SUM_MAX: usize = 8 << 10;
 
-/// Short rows that are summed up at once at most. They are as far apart as a row is long, and where that is a power of two
-/// they share the few places of the first-level cache that one line of each may be in: with 32 rows of 4 KiB, sums of
-/// columns took half as long again.
+/// Short rows that are summed up at once at most. They are as far apart as a row is long, and where that is a power of
+/// two they share one set of the first-level cache: with 32 rows of 4 KiB, sums of columns took half as long again.
 const ROWS_MAX: usize = 4;
 
 /// Columns that are summed up side by side at most: their sums stay in the first-level cache. Rows of no more are read
