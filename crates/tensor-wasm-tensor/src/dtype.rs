@@ -149,3 +149,10 @@ scalars! {
     f32, Float;
     f64, Float;
 }
+
+/// A size. More than an `i64` can say is the most that it can.
+impl From<usize> for Scalar {
+    fn from(size: usize) -> Scalar {
+        Scalar::Int(i64::try_from(size).unwrap_or(i64::MAX))
+    }
+}

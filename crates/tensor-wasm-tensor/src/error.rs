@@ -161,9 +161,7 @@ pub enum ErrorKind {
     /// What it was doing is gone, and what lay there; it can be asked again.
     #[error("the device was lost: {why}")]
     DeviceLost { why: String },
-    #[error(
-        "{bytes} bytes of the device's memory are needed; {used} of {limit} are used, and the device has {free} free"
-    )]
+    #[error("{bytes} bytes of the device's memory are needed; {used} of {limit} are used, and there are {free} free")]
     DeviceMemory { bytes: u64, used: u64, limit: u64, free: u64 },
     #[error("{file}: {why}")]
     File { file: String, why: String },

@@ -37,10 +37,11 @@ const SUPERVISED_AT_ONCE: Duration = Duration::from_millis(5);
 /// What such plans may have sent and not waited for: enough for the device to have work while the next is made.
 const SUPERVISED_AHEAD: Duration = Duration::from_millis(20);
 
-/// Launches that are sent at once of such a plan, and how much longer a batch may be than the one before it: what a
-/// launch takes is known by those before.
+/// Launches that are sent at once of such a plan, however little they take.
 const SUPERVISED_BATCH_MAX: usize = 64;
-const SUPERVISED_BATCH_GROWTH: usize = 4;
+
+/// How long a thread waits for another that runs the same plan before it looks whether it is to stop.
+const LOCK_PERIOD: Duration = Duration::from_millis(5);
 
 const _: () = assert!(SUPERVISED_AT_ONCE.as_nanos() <= SUPERVISED_AHEAD.as_nanos());
 
@@ -110,8 +111,10 @@ struct PlanState {
     runs: usize,
     /// Kept for as long as the plan is, where it has products that a library does.
     workspace: Option<Arc<CudaBuffer>>,
-    /// The least that it took on the device, as seen from here, if a supervisor has had it measured.
+    /// The least that it took on the device, as seen from here, if a supervisor has had it measured; and what each of
+    /// its launches takes.
     takes: Option<Duration>,
+    launches_take: Vec<Duration>,
     /// A run was stopped in the middle, or nobody heard of its end: its flags may be set.
     is_torn: bool,
     /// What [`super::set_tf32`] said when it was lowered.
@@ -151,7 +154,13 @@ fn try_execute(
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let last = plan.steps.last().map_or(0, Step::node);
     let words = words_of(plan, parameters);
-    let mut kept = kernels.0.lock();
+    let mut kept = loop {
+        // Whoever has it may wait for the device, for as long as a plan takes.
+        match kernels.0.try_lock_for(LOCK_PERIOD) {
+            Some(kept) => break kept,
+            None => account::check_stopped().map_err(|what| (last, what))?,
+        }
+    };
     let Kept { state, numbers_change } = &mut *kept;
     *numbers_change |= state.as_ref().is_some_and(|state| !state.is_for(&words));
     let is_ready = |state: &PlanState| {
@@ -278,10 +287,14 @@ fn is_by_library(lowered: &CudaPlan) -> bool {
     lowered.launches.iter().any(|launch| launch.arguments.contains(&LaunchArgument::Workspace))
 }
 
-/// As many launches as take no longer than what may be sent at once, where so many took so long.
-fn fitting(launches: usize, took: Duration) -> usize {
-    let fit = SUPERVISED_AT_ONCE.as_nanos() * launches as u128 / took.as_nanos().max(1);
-    usize::try_from(fit).unwrap_or(usize::MAX).clamp(1, SUPERVISED_BATCH_MAX)
+/// Launches, from the first on, that take no longer than what may be sent at once; one in any case.
+fn fitting(launches_take: &[Duration]) -> usize {
+    let mut all = Duration::ZERO;
+    let fits = |takes: &&Duration| {
+        all += **takes;
+        all <= SUPERVISED_AT_ONCE
+    };
+    launches_take.iter().take(SUPERVISED_BATCH_MAX).take_while(fits).count().max(1)
 }
 
 impl PlanState {
@@ -312,6 +325,7 @@ impl PlanState {
             runs: 0,
             workspace: None,
             takes: None,
+            launches_take: Vec::new(),
             is_torn: false,
             is_tf32,
             assumed,
@@ -375,7 +389,9 @@ impl PlanState {
             self.is_torn = false;
         }
         if self.written != words {
-            // On the stream, before what reads them; after what read those of the run before.
+            // On the stream, before what reads them; after what read those of the run before. Until all of them are
+            // sent, nobody knows what is there.
+            self.written.clear();
             for (n, part) in words.chunks(Stream::SMALL_BYTES_MAX).enumerate() {
                 let offset = (FLAGS_BYTES + n * Stream::SMALL_BYTES_MAX) as u64;
                 let handle = self.words.buffer.handle();
@@ -453,7 +469,7 @@ impl PlanState {
         self.runs += 1;
         let is_supervised = account::supervisor().is_some();
         if is_supervised && self.takes.is_none_or(|takes| takes > SUPERVISED_AT_ONCE) {
-            let took = send_watched(&self.device, &steps, &overwritten, self.takes)?;
+            let took = send_watched(&self.device, &steps, &overwritten, &mut self.launches_take)?;
             self.takes = Some(self.takes.map_or(took, |before| before.min(took)));
             return Ok(Some(Pending::over(before)));
         }
@@ -515,22 +531,28 @@ impl PlanState {
     }
 }
 
-/// Sends the launches of a plan whose supervisor is to be asked in between, some at a time, and waits for them: as many
-/// as take little together, by what is known of the plan or of those before. How long all of them took.
+/// Sends the launches of a plan whose supervisor is to be asked in between, and waits for them: one by one until it is
+/// known what each takes, and then as many as take little together. What was quick says nothing of what comes after it:
+/// a sort after twenty sums may take minutes. How long all of them took.
 fn send_watched(
     device: &CudaDevice,
     steps: &[GraphStep<'_>],
     overwritten: &[Handle],
-    takes: Option<Duration>,
+    launches_take: &mut Vec<Duration>,
 ) -> Result<Duration, ErrorKind> {
     // What others have sent is not this plan's time.
     device.catch_up(Duration::ZERO)?;
+    let is_known = launches_take.len() == steps.len();
+    if !is_known {
+        launches_take.clear();
+    }
     let mut took = Duration::ZERO;
-    let mut launches = takes.map_or(1, |takes| fitting(steps.len(), takes));
     let mut left = steps;
     while !left.is_empty() {
         account::between_kernels()?;
-        let (batch, rest) = left.split_at(launches.min(left.len()));
+        let first = steps.len() - left.len();
+        let launches = if is_known { fitting(&launches_take[first..]) } else { 1 };
+        let (batch, rest) = left.split_at(launches);
         let began = Instant::now();
         let sent = device.when_possible(|stream| stream.run(batch, overwritten))?;
         count(|counts| counts.round_trips += 1);
@@ -538,7 +560,14 @@ fn send_watched(
         let own = began.elapsed();
         took += own;
         left = rest;
-        launches = fitting(batch.len(), own).min(launches * SUPERVISED_BATCH_GROWTH);
+        if is_known {
+            // Each has its part in what was wrong: that they were waited for one by one, or that others were there.
+            let expected: Duration = launches_take[first..first + launches].iter().sum();
+            let ratio = own.as_secs_f64() / expected.as_secs_f64().max(1e-9);
+            launches_take[first..first + launches].iter_mut().for_each(|takes| *takes = takes.mul_f64(ratio));
+        } else {
+            launches_take.push(own);
+        }
     }
     account::check_stopped()?;
     Ok(took)

@@ -75,6 +75,8 @@ struct Opened {
     /// blocks of staging, which all tenants share, until what used its buffer's memory before is over.
     upload: Mutex<Option<Arc<Pending>>>,
     memory_bytes_max: u64,
+    /// Whether others have a part of it whom this one is to know nothing of.
+    is_shared: bool,
     /// What the device's library works in, while a plan has it: the stream's products are done one after the other.
     workspace: Mutex<Weak<CudaBuffer>>,
     /// What plans under a supervisor have sent and nobody has waited for, with the time it takes.
@@ -82,10 +84,10 @@ struct Opened {
 }
 
 impl Opened {
-    fn new(name: String, tenant: Tenant, stream: Stream, memory_bytes_max: u64) -> Opened {
+    fn new(name: String, tenant: Tenant, stream: Stream, memory_bytes_max: u64, is_shared: bool) -> Opened {
         let (uploads, upload) = (OnceLock::new(), Mutex::default());
         let (workspace, ahead) = (Mutex::default(), Mutex::default());
-        Opened { name, tenant, stream, uploads, upload, memory_bytes_max, workspace, ahead }
+        Opened { name, tenant, stream, uploads, upload, memory_bytes_max, is_shared, workspace, ahead }
     }
 }
 
@@ -132,14 +134,14 @@ impl CudaDevice {
             TenantLimits { memory_bytes_max, running_max: JOBS_MAX, waiting_max: JOBS_MAX, ..TenantLimits::default() };
         let tenant = device.tenant("tensors", limits).map_err(|error| failed(&error))?;
         let stream = tenant.stream();
-        Ok(CudaDevice(Arc::new(Opened::new(name.to_owned(), tenant, stream, memory_bytes_max))))
+        Ok(CudaDevice(Arc::new(Opened::new(name.to_owned(), tenant, stream, memory_bytes_max, false))))
     }
 
     /// A device for tensors of somebody who is a tenant of it already, on a stream of its own: the tenant's quota and
     /// its part of the device's time are theirs.
     pub fn of_tenant(tenant: Tenant, memory_bytes_max: u64) -> CudaDevice {
         let (name, stream) = (format!("cuda, {}", tenant.name()), tenant.stream());
-        CudaDevice(Arc::new(Opened::new(name, tenant, stream, memory_bytes_max)))
+        CudaDevice(Arc::new(Opened::new(name, tenant, stream, memory_bytes_max, true)))
     }
 
     /// Bytes of its memory that tensors have, and what plans keep for their next run.
@@ -184,16 +186,22 @@ impl CudaDevice {
 
     /// Remembers what a plan under a supervisor has sent.
     fn add_ahead(&self, sent: &Arc<Pending>, takes: Duration) {
-        self.0.ahead.lock().push_back((sent.clone(), takes));
+        let mut ahead = self.0.ahead.lock();
+        forget_over(&mut ahead);
+        ahead.push_back((sent.clone(), takes));
     }
 
-    /// Waits until what such plans have sent and nobody has waited for takes no longer than this. It cannot be taken
-    /// back, so a supervisor is not to be ahead of the device by more.
+    /// Waits until what such plans have sent by now and nobody has waited for takes no longer than this. It cannot be
+    /// taken back, so a supervisor is not to be ahead of the device by more. What others send meanwhile is theirs to
+    /// wait for, or who comes later would never be done.
     fn catch_up(&self, ahead_max: Duration) -> Result<(), ErrorKind> {
+        let Some(last) = self.0.ahead.lock().back().map(|(last, _)| last.clone()) else { return Ok(()) };
         loop {
             let oldest = {
-                let ahead = self.0.ahead.lock();
-                let all: Duration = ahead.iter().map(|(_, takes)| *takes).sum();
+                let mut ahead = self.0.ahead.lock();
+                forget_over(&mut ahead);
+                let Some(end) = ahead.iter().position(|(sent, _)| Arc::ptr_eq(sent, &last)) else { return Ok(()) };
+                let all: Duration = ahead.iter().take(end + 1).map(|(_, takes)| *takes).sum();
                 ahead.front().filter(|_| all > ahead_max).map(|(oldest, _)| oldest.clone())
             };
             let Some(oldest) = oldest else { return Ok(()) };
@@ -207,10 +215,13 @@ impl CudaDevice {
         }
     }
 
-    /// That it has no room for so much, and what it has.
+    /// That it has no room for so much, and what it has. Of a device that several share, what is free says what the
+    /// others do, which is not for everybody to see: there it is what is left of the quota.
     fn short_of(&self, bytes: u64) -> ErrorKind {
-        let (used, free) = (self.used_bytes(), self.stream().device().memory_free_bytes());
-        ErrorKind::DeviceMemory { bytes, used, limit: self.0.memory_bytes_max, free }
+        let (used, limit) = (self.used_bytes(), self.0.memory_bytes_max);
+        let free =
+            if self.0.is_shared { limit.saturating_sub(used) } else { self.stream().device().memory_free_bytes() };
+        ErrorKind::DeviceMemory { bytes, used, limit, free }
     }
 
     /// What it is, for people.
@@ -248,6 +259,13 @@ impl CudaDevice {
     fn when_done<T>(&self, run: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
         execute::count(|counts| counts.round_trips += 1);
         self.when_possible(run)
+    }
+}
+
+/// Lets go of what is done: each holds a place in the device's line until somebody has looked.
+fn forget_over(ahead: &mut VecDeque<(Arc<Pending>, Duration)>) {
+    while ahead.front().is_some_and(|(sent, _)| sent.is_known_to_be_over()) {
+        ahead.pop_front();
     }
 }
 
@@ -310,6 +328,17 @@ impl Pending {
     fn is_over(&self) -> Result<bool, ErrorKind> {
         let is_over = self.0.lock().completion.as_ref().is_none_or(Completion::is_over);
         if is_over { self.settle().map(|()| true) } else { Ok(false) }
+    }
+
+    /// The same without waiting for somebody who waits for it.
+    fn is_known_to_be_over(&self) -> bool {
+        let is_over = |state: &PendingState| state.completion.as_ref().is_none_or(Completion::is_over);
+        self.0.try_lock().is_some_and(|state| is_over(&state)) && !matches!(self.is_over(), Ok(false))
+    }
+
+    /// Whether it could not be done, as far as somebody has looked.
+    fn has_failed(&self) -> bool {
+        self.0.try_lock().is_some_and(|state| state.failed.is_some())
     }
 
     /// Waits until it is over.
@@ -394,6 +423,11 @@ impl CudaBuffer {
 
     pub(crate) fn device(&self) -> &CudaDevice {
         &self.device
+    }
+
+    /// Whether its elements never came to be there.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.pending.has_failed()
     }
 
     pub(crate) fn bytes(&self) -> usize {

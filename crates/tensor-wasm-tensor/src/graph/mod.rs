@@ -193,6 +193,8 @@ impl Storage {
     pub(crate) fn on(&self, device: &crate::cuda::CudaDevice) -> Result<Option<Arc<CudaBuffer>>, ErrorKind> {
         let there = self.cuda.lock().clone();
         match there {
+            // A copy that failed is made again.
+            Some(buffer) if buffer.has_failed() && self.cpu.get().is_some() => Ok(None),
             Some(buffer) if buffer.is_there() && buffer.device() == device => Ok(Some(buffer)),
             Some(buffer) if !buffer.is_there() && self.cpu.get().is_none() => Err(ErrorKind::DeviceLost {
                 why: "it was lost, and elements with it that were nowhere else".to_owned(),

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use super::{Module, Parts};
 use crate::autograd::no_grad;
 use crate::dtype::DType;
-use crate::error::asked_at;
+use crate::error::{ErrorKind, asked_at, caller};
 use crate::random;
 use crate::tensor::{Caller, Convolution, Tensor};
 use crate::train::Variable;
@@ -33,6 +33,21 @@ impl Tensor {
 
 fn named(name: &str, variable: &Variable) -> (String, Variable) {
     (name.to_owned(), variable.clone())
+}
+
+/// Says of a norm's input that an axis has not the size that the norm was made for. It would be broadcast otherwise, and
+/// a single feature become as many as there are weights.
+fn misfit(norm: &'static str, input: &Tensor, axis: Option<usize>, weight: &Tensor, made_at: Caller) -> Option<Tensor> {
+    let size = weight.numel();
+    input.check().ok()?;
+    let found = axis.and_then(|axis| input.shape().get(axis).copied());
+    if found == Some(size) || weight.check().is_err() {
+        return None;
+    }
+    let axis = axis.map_or("a last axis".to_owned(), |axis| format!("axis {axis}"));
+    let expected = format!("{axis} of size {size}, as this layer was made for,");
+    let what = ErrorKind::WrongShape { found: input.shape().to_vec(), expected };
+    Some(Tensor::failed(norm, what, caller(made_at)))
 }
 
 /// `x · weight + bias`; the weight is `[inputs, outputs]`.
@@ -146,7 +161,10 @@ impl LayerNorm {
 
 impl Module for LayerNorm {
     fn forward(&self, input: &Tensor) -> Tensor {
-        asked_at(self.made_at, || input.layer_norm(-1, self.epsilon) * self.weight.get() + self.bias.get())
+        let weight = self.weight.get();
+        let last = input.rank().checked_sub(1);
+        misfit("layer_norm", input, last, &weight, self.made_at)
+            .unwrap_or_else(|| asked_at(self.made_at, || input.layer_norm(-1, self.epsilon) * weight + self.bias.get()))
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -171,7 +189,10 @@ impl RmsNorm {
 
 impl Module for RmsNorm {
     fn forward(&self, input: &Tensor) -> Tensor {
-        asked_at(self.made_at, || input.rms_norm(-1, self.epsilon) * self.weight.get())
+        let weight = self.weight.get();
+        let last = input.rank().checked_sub(1);
+        misfit("rms_norm", input, last, &weight, self.made_at)
+            .unwrap_or_else(|| asked_at(self.made_at, || input.rms_norm(-1, self.epsilon) * weight))
     }
 
     fn variables(&self) -> Vec<(String, Variable)> {
@@ -205,6 +226,9 @@ impl BatchNorm {
 impl Module for BatchNorm {
     fn forward(&self, input: &Tensor) -> Tensor {
         let (weight, bias) = (self.weight.get(), self.bias.get());
+        if let Some(failed) = misfit("batch_norm", input, Some(1), &weight, self.made_at) {
+            return failed;
+        }
         if !self.is_training.load(Ordering::Relaxed) {
             let (mean, variance) = (self.running_mean.get().detach(), self.running_variance.get().detach());
             return asked_at(self.made_at, || input.batch_norm(&mean, &variance, &weight, &bias, self.epsilon));
@@ -213,6 +237,12 @@ impl Module for BatchNorm {
         let (mean, variance) = (input.mean(&axes[..]), input.var(&axes[..], 0));
         let channels = input.shape().get(1).copied().unwrap_or(1).max(1);
         let count = (input.numel() / channels) as f64;
+        // Its variance is zero, and so is what comes of it: that teaches nothing, and spoils the running one.
+        if input.numel() == channels && input.check().is_ok() {
+            let expected = "more than one element of each channel, while it is trained,".to_owned();
+            let what = ErrorKind::WrongShape { found: input.shape().to_vec(), expected };
+            return Tensor::failed("batch_norm", what, caller(self.made_at));
+        }
         no_grad(|| {
             let blend = |old: &Variable, new: &Tensor, by: f64| {
                 old.get().detach() * (1.0 - self.momentum) + new.detach() * (self.momentum * by)

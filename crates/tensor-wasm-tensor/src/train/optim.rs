@@ -6,17 +6,19 @@ use std::panic::Location;
 use super::Variable;
 use super::variable::HeldVariables;
 use crate::autograd::no_grad;
-use crate::error::{ErrorKind, Result, TensorError};
+use crate::error::{ErrorKind, Result, TensorError, asked_at, caller};
 use crate::graph::Node;
 use crate::tensor::Tensor;
 
 /// Makes variables better, by their gradients.
 pub trait Optimizer {
     /// One step. Variables without a gradient stay as they are; gradients are forgotten.
+    #[track_caller]
     fn step(&mut self) -> Result<()>;
 
     /// One step where a single truth is so, and none where it is not: then everything stays as it is, but for the count
     /// of steps, by which [`Adam`] corrects its means. Where that is decided on a device, nobody waits for it.
+    #[track_caller]
     fn step_if(&mut self, is_taken: &Tensor) -> Result<()>;
 
     /// What it makes better.
@@ -64,7 +66,7 @@ impl Memory {
         if self.variables.is_empty() {
             let why = "there are no variables to train; a module of your own names its layers and variables in parts()";
             let what = ErrorKind::BadArgument { why: why.to_owned() };
-            return Err(TensorError::new("step", what, Location::caller()));
+            return Err(TensorError::new("step", what, caller(Location::caller())));
         }
         let mut variables = HeldVariables::new(&self.variables);
         let mut given_up = Vec::new();
@@ -143,13 +145,15 @@ impl Memory {
 macro_rules! optimizer {
     ($name:ident, $step:expr) => {
         impl Optimizer for $name {
+            #[track_caller]
             fn step(&mut self) -> Result<()> {
                 let step: fn(&mut $name) -> Result<()> = $step;
                 self.memory.steps += 1;
                 // A step that failed was none.
-                step(self).inspect_err(|_| self.memory.steps -= 1)
+                asked_at(Location::caller(), || step(self)).inspect_err(|_| self.memory.steps -= 1)
             }
 
+            #[track_caller]
             fn step_if(&mut self, is_taken: &Tensor) -> Result<()> {
                 self.memory.is_taken = Some(is_taken.clone());
                 let stepped = self.step();

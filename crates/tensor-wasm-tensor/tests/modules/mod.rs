@@ -114,8 +114,35 @@ fn what_is_not_trained_is_left_alone() {
     model.zero_grad();
     assert!(model.parameters().iter().all(|variable| variable.grad().is_none()));
 
-    let message = Sgd::new(&[], 0.1).step().expect_err("there is nothing to train").to_string();
+    let (mut nothing, line) = (Sgd::new(&[], 0.1), line!() + 1);
+    let message = nothing.step().expect_err("there is nothing to train").to_string();
     assert!(message.contains("step: there are no variables to train"), "{message}");
+    assert!(message.contains(&format!("modules/mod.rs:{line}:")), "{message}");
+}
+
+/// What a norm is given has the size that it was made for: it is not broadcast, and no running mean takes another shape.
+#[test]
+fn a_norm_is_given_what_it_was_made_for() {
+    let (layer, rms, batch) = (nn::LayerNorm::new(5), nn::RmsNorm::new(1), nn::BatchNorm::new(1));
+    let ones = |sizes: &[usize]| Tensor::ones(sizes, DType::F32);
+    for (made, expected) in [
+        (layer.forward(&ones(&[3, 1])), "layer_norm: shape [3, 1], and axis 1 of size 5"),
+        (layer.forward(&ones(&[])), "layer_norm: shape [], and a last axis of size 5"),
+        (rms.forward(&ones(&[3, 4])), "rms_norm: shape [3, 4], and axis 1 of size 1"),
+        (batch.forward(&ones(&[3, 4])), "batch_norm: shape [3, 4], and axis 1 of size 1"),
+        (batch.forward(&ones(&[3])), "batch_norm: shape [3], and axis 1 of size 1"),
+        (batch.forward(&ones(&[1, 1])), "more than one element of each channel, while it is trained"),
+        (batch.forward(&ones(&[2, 3]).matmul(&ones(&[2, 3]))), "matmul: "),
+    ] {
+        let message = made.realize().expect_err("it does not fit").to_string();
+        assert!(message.contains(expected) && message.contains("modules/mod.rs:"), "{message}");
+    }
+    assert_eq!(&batch.running_mean.get().shape()[..], [1]);
+    batch.forward(&ones(&[3, 1])).realize().unwrap();
+    batch.set_training(false);
+    batch.forward(&ones(&[1, 1])).realize().unwrap();
+    let count: usize = 3;
+    assert_eq!(Tensor::arange(0, count, 1, DType::I64).to_vec::<i64>().unwrap(), [0, 1, 2]);
 }
 
 #[test]

@@ -131,15 +131,17 @@ pub(crate) struct PlanLines {
     gpu: Arc<Turns>,
 }
 
-/// Plans on a GPU at once, each with a thread that sends and waits.
+/// Plans on a GPU at once, each with a thread that sends and waits; and those of one tenant, which may be many calls of
+/// one function that wait for each other.
 const GPU_PLANS_MAX: usize = 64;
+const GPU_PLANS_OF_TENANT_MAX: usize = 16;
 
 impl PlanLines {
     /// With so many plans on the CPU at once; zero: as many as there are cores.
     pub(crate) fn new(plans_max: usize) -> PlanLines {
         let cores = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let plans_max = if plans_max == 0 { cores() } else { plans_max };
-        PlanLines { cpu: Turns::new(plans_max), gpu: Turns::new(GPU_PLANS_MAX) }
+        PlanLines { cpu: Turns::new(plans_max, plans_max), gpu: Turns::new(GPU_PLANS_MAX, GPU_PLANS_OF_TENANT_MAX) }
     }
 
     /// Plans that run now, and that wait.

@@ -32,6 +32,8 @@ pub(crate) struct Turns {
 
 #[derive(Default)]
 struct TurnState {
+    /// What one tenant may have of the places.
+    tenant_max: usize,
     running: usize,
     waiting: usize,
     parked: usize,
@@ -70,9 +72,10 @@ impl TurnState {
         self.now_ns = self.now_ns.max(pass_ns);
     }
 
-    /// Who has had the least of those that wait.
+    /// Who has had the least of those that wait and may have another place.
     fn next(&self) -> Option<(Arc<str>, u64)> {
-        let waiting = self.tenants.iter().filter(|(_, share)| !share.waiting.is_empty());
+        let may_run = |share: &Share| !share.waiting.is_empty() && share.running < self.tenant_max;
+        let waiting = self.tenants.iter().filter(|(_, share)| may_run(share));
         waiting.min_by_key(|(_, share)| share.pass_ns).map(|(name, share)| (name.clone(), share.pass_ns))
     }
 
@@ -119,8 +122,11 @@ struct InLine {
 }
 
 impl Turns {
-    pub(crate) fn new(running_max: usize) -> Arc<Turns> {
-        Arc::new(Turns { running_max: running_max.max(1), state: Mutex::default() })
+    /// So many places, of which one tenant has no more than `tenant_max`: plans may hold theirs for as long as their
+    /// calls last, and nobody is asked to give one back.
+    pub(crate) fn new(running_max: usize, tenant_max: usize) -> Arc<Turns> {
+        let state = TurnState { tenant_max: tenant_max.max(1), ..TurnState::default() };
+        Arc::new(Turns { running_max: running_max.max(1), state: Mutex::new(state) })
     }
 
     /// Plans that run, and that wait.
@@ -139,7 +145,8 @@ impl Turns {
     async fn take_in_line(self: &Arc<Turns>, tenant: &Arc<str>, weight: u32, is_first: bool) -> Turn {
         let (mut in_line, given) = {
             let mut state = self.state.lock();
-            if state.running < self.running_max && state.waiting == 0 {
+            let is_below_its_own = state.share(tenant).running < state.tenant_max;
+            if state.running < self.running_max && is_below_its_own && state.next().is_none() {
                 state.start(tenant);
                 return self.turn(tenant, weight);
             }
@@ -255,7 +262,7 @@ mod tests {
 
     #[test]
     fn a_place_goes_to_who_has_had_the_least() {
-        let turns = Turns::new(1);
+        let turns = Turns::new(1, 1);
         let (a, b) = (name("a"), name("b"));
         let mut first = once(&mut Box::pin(turns.take(&a, 1))).unwrap();
         let mut more: Vec<_> = (0..5).map(|_| Box::pin(turns.take(&a, 1))).collect();
@@ -278,8 +285,26 @@ mod tests {
     }
 
     #[test]
+    fn a_tenant_leaves_places_to_others() {
+        let turns = Turns::new(4, 3);
+        let (greedy, other) = (name("greedy"), name("other"));
+        let mut held: Vec<_> = (0..3).filter_map(|_| once(&mut Box::pin(turns.take(&greedy, 1)))).collect();
+        assert_eq!(held.len(), 3);
+        let mut fourth = Box::pin(turns.take(&greedy, 1));
+        assert!(once(&mut fourth).is_none(), "there is a place, but not for this tenant");
+        let own = once(&mut Box::pin(turns.take(&other, 1)));
+        assert!(own.is_some(), "who waits for a place of its own is in nobody's way");
+        let mut second = Box::pin(turns.take(&other, 1));
+        assert!(once(&mut second).is_none(), "all places are taken");
+        drop(held.pop());
+        assert!(once(&mut second).is_some() != once(&mut fourth).is_some(), "one place, for one of them");
+        drop((held, own, second, fourth));
+        assert_eq!(turns.depth(), (0, 0));
+    }
+
+    #[test]
     fn weights_divide_the_time() {
-        let turns = Turns::new(1);
+        let turns = Turns::new(1, 1);
         let (light, heavy) = (name("light"), name("heavy"));
         let mut state = turns.state.lock();
         for (tenant, weight) in [(&light, 1), (&heavy, 4)] {
@@ -292,7 +317,7 @@ mod tests {
     #[test]
     fn a_long_plan_lets_others_go_first_and_comes_back() {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).build().unwrap();
-        let turns = Turns::new(1);
+        let turns = Turns::new(1, 1);
         let mut long = once(&mut Box::pin(turns.take(&name("long"), 1))).unwrap();
         assert_eq!(long.let_others(runtime.handle()), None, "nobody waits");
         let waiting = {
