@@ -35,8 +35,8 @@ fn named(name: &str, variable: &Variable) -> (String, Variable) {
     (name.to_owned(), variable.clone())
 }
 
-/// Says of a norm's input that an axis has not the size that the norm was made for. It would be broadcast otherwise, and
-/// a single feature become as many as there are weights.
+/// Says of a norm's input that an axis has not the size that the norm was made for. It would be broadcast otherwise,
+/// and a single feature become as many as there are weights.
 fn misfit(norm: &'static str, input: &Tensor, axis: Option<usize>, weight: &Tensor, made_at: Caller) -> Option<Tensor> {
     let size = weight.numel();
     input.check().ok()?;

@@ -120,7 +120,8 @@ fn what_is_not_trained_is_left_alone() {
     assert!(message.contains(&format!("modules/mod.rs:{line}:")), "{message}");
 }
 
-/// What a norm is given has the size that it was made for: it is not broadcast, and no running mean takes another shape.
+/// What a norm is given has the size that it was made for: it is not broadcast, and no running mean takes another
+/// shape.
 #[test]
 fn a_norm_is_given_what_it_was_made_for() {
     let (layer, rms, batch) = (nn::LayerNorm::new(5), nn::RmsNorm::new(1), nn::BatchNorm::new(1));
