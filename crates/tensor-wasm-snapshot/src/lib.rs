@@ -1,1 +1,0 @@
-//! What an instance is between two calls, apart from its code: split off, stored, and made into an image again.
