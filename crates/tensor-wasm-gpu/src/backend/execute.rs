@@ -81,7 +81,7 @@ pub(super) trait DeviceOps {
 
     fn destroy_graph(&mut self, graph: Self::Graph) -> Result<(), DeviceError>;
 
-    fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError>;
+    fn flag(&mut self, stream: usize, number: u32) -> Result<bool, DeviceError>;
 
     fn prioritize(&mut self, stream: usize, low: bool) -> Result<(), DeviceError>;
 
@@ -262,7 +262,7 @@ impl<D: DeviceOps> Backend for Executor<D> {
         self.lanes.hand(&self.modules, &self.slab, sent, payload, cell);
     }
 
-    fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError> {
+    fn flag(&mut self, stream: usize, number: u32) -> Result<bool, DeviceError> {
         self.device.flag(stream, number)
     }
 

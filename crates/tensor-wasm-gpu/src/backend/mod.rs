@@ -42,8 +42,9 @@ pub(crate) trait Backend {
     /// Has a job done on its lane, which answers it and sets its flag. It may take long and must not keep the worker.
     fn in_lane(&mut self, sent: SentJob, payload: &[u8], cell: u32);
 
-    /// Has the stream's flag show `number` once everything before is done.
-    fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError>;
+    /// Has the stream's flag show `number` once everything before is done. True if that is an operation of the stream,
+    /// for which the device stops between what comes before and what comes after.
+    fn flag(&mut self, stream: usize, number: u32) -> Result<bool, DeviceError>;
 
     /// Sets a stream's priority for what comes from here on: low, or back to high.
     fn prioritize(&mut self, stream: usize, low: bool) -> Result<(), DeviceError>;

@@ -233,7 +233,7 @@ pub(crate) struct Ticket {
 }
 
 /// Whether a flag that shows `flag` has passed `number`; both wrap around.
-fn has_passed(flag: u32, number: u32) -> bool {
+pub(crate) fn has_passed(flag: u32, number: u32) -> bool {
     flag.wrapping_sub(number) < 1 << 31
 }
 

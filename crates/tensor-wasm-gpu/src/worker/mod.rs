@@ -2,6 +2,7 @@
 //! backend write the stream's flag when they are done. In `serve` it is a process of its own and for library use a
 //! thread; `keeper.rs` starts either.
 
+mod flags;
 pub(crate) mod host;
 pub(crate) mod keeper;
 pub(crate) mod lifeline;
@@ -9,18 +10,16 @@ pub(crate) mod lifeline;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use self::flags::{FlagStreams, Flags};
 use crate::backend::Backend;
 use crate::error::DeviceError;
 use crate::queue::job::{Answer, Cell, Job};
-use crate::queue::link::{FLAGGED, LOW, NOTIFY, PRIORITY};
-use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, STREAMS, Slab, TENANTS, WorkerState, is_lane};
+use crate::queue::link::{FLAGGED, LOW, NOTIFY, PRIORITY, has_passed};
+use crate::slab::{CELLS, PAYLOAD_BYTES_MAX, STREAMS, Slab, WorkerState, is_lane};
 use crate::wait::SpinThenPark;
 
 /// An entry of the ring that ends the worker.
 pub(crate) const STOP: u32 = u32::MAX;
-
-/// Jobs of a stream share one write of its flag, up to this many: the write costs as much as a launch.
-const JOBS_PER_FLAG: usize = 128;
 
 /// How many jobs ahead their cells are fetched.
 const FETCH_AHEAD: u32 = 2;
@@ -28,8 +27,7 @@ const FETCH_AHEAD: u32 = 2;
 /// Runs jobs until told to stop or until the device is lost.
 pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
     let ring = slab.ring();
-    let mut unflagged: Vec<(usize, u32)> = Vec::with_capacity(TENANTS);
-    let mut since_flag = 0;
+    let mut flags = Flags::new(STREAMS);
     let mut tail_seen = ring.start();
     let mut payload = [0; PAYLOAD_BYTES_MAX];
     let mut idle = SpinThenPark::new(spin, 1);
@@ -39,11 +37,13 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
     slab.done_bell().ring();
     loop {
         let Some(entry) = ring.pop(&mut tail_seen) else {
-            since_flag = 0;
-            if let Err(error) = flag(backend, &mut unflagged) {
+            let is_spinning = idle.is_spinning();
+            let mut streams = BackendStreams { backend: &mut *backend, slab };
+            let written = if is_spinning { flags.write_due(&mut streams) } else { flags.write_all(&mut streams) };
+            if let Err(error) = written {
                 return lost(slab, &error);
             }
-            if idle.is_spinning() {
+            if is_spinning {
                 idle.pause();
             } else {
                 slab.worker_bell().park_unless(|| !ring.is_empty(), None);
@@ -58,7 +58,8 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
         }
         if entry & NOTIFY != 0 {
             let stream = ((entry & !NOTIFY) as usize).min(STREAMS - 1);
-            let announced = flag(backend, &mut unflagged).and_then(|()| backend.notify(stream));
+            let flagged = flags.write_all(&mut BackendStreams { backend: &mut *backend, slab });
+            let announced = flagged.and_then(|()| backend.notify(stream));
             if let Err(error) = announced {
                 return lost(slab, &error);
             }
@@ -114,30 +115,32 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
         if answer != Ok(Answer::default()) {
             cell.answer(&answer);
         }
-        let before = unflagged.iter().position(|(stream, _)| *stream == sent.stream);
-        if is_flagged {
-            before.map(|before| unflagged.swap_remove(before));
-            if let Err(error) = backend.flag(sent.stream, sent.number) {
-                return lost(slab, &error);
-            }
-            continue;
-        }
-        match before {
-            Some(before) => unflagged[before].1 = sent.number,
-            None => unflagged.push((sent.stream, sent.number)),
-        }
-        since_flag += 1;
-        if since_flag >= JOBS_PER_FLAG {
-            since_flag = 0;
-            if let Err(error) = flag(backend, &mut unflagged) {
-                return lost(slab, &error);
-            }
+        let mut streams = BackendStreams { backend: &mut *backend, slab };
+        let flagged = if is_flagged {
+            flags.write(sent.stream, sent.number, &mut streams)
+        } else {
+            flags.add(sent.stream, sent.number, &mut streams)
+        };
+        if let Err(error) = flagged {
+            return lost(slab, &error);
         }
     }
 }
 
-fn flag(backend: &mut dyn Backend, unflagged: &mut Vec<(usize, u32)>) -> Result<(), DeviceError> {
-    unflagged.drain(..).try_for_each(|(stream, number)| backend.flag(stream, number))
+/// The streams of a device, whose flags are in the slab.
+struct BackendStreams<'a> {
+    backend: &'a mut dyn Backend,
+    slab: &'a Slab,
+}
+
+impl FlagStreams for BackendStreams<'_> {
+    fn write(&mut self, stream: usize, number: u32) -> Result<bool, DeviceError> {
+        self.backend.flag(stream, number)
+    }
+
+    fn has_passed(&self, stream: usize, number: u32) -> bool {
+        has_passed(self.slab.flag(stream).load(Ordering::Acquire), number)
+    }
 }
 
 /// Says that the device is of no more use to this process.

@@ -270,6 +270,27 @@ impl CpuBuffer {
         Ok(Some(buffer))
     }
 
+    /// The same as elements of a vector that has room for them.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn fill_vec<T: Element, E>(
+        elements: &mut Vec<T>,
+        count: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        assert!(elements.is_empty() && elements.capacity() >= count, "a vector has no room for its elements");
+        let start = elements.as_mut_ptr().cast::<u8>();
+        // SAFETY: the vector has room for so many elements, nobody else knows of it, and they are zeros before anybody
+        // looks, which every type of element can be.
+        let all = unsafe {
+            start.write_bytes(0, count * size_of::<T>());
+            std::slice::from_raw_parts_mut(start, count * size_of::<T>())
+        };
+        fill(all)?;
+        // SAFETY: all of them are zeros, or what a buffer of such elements has.
+        unsafe { elements.set_len(count) };
+        Ok(())
+    }
+
     /// All of its elements, as the bytes they are.
     #[cfg(any(feature = "io", feature = "cuda"))]
     pub(crate) fn as_bytes(&self) -> &[u8] {

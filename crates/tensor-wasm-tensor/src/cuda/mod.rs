@@ -466,16 +466,18 @@ impl CudaBuffer {
 
     /// Copies them back, once they are computed.
     pub(crate) fn read(&self) -> Result<CpuBuffer, ErrorKind> {
-        let read = |bytes: &mut [u8]| {
-            if bytes.is_empty() {
-                return Ok(());
-            }
-            self.device.when_done(|stream| stream.read_blocking(self.buffer.handle(), 0, bytes))
-        };
-        let buffer = CpuBuffer::filled(self.bytes, read).map_err(|what| self.if_lost(what))?;
-        // Over by now, as the copy came after it.
-        self.pending.settle()?;
+        let buffer = CpuBuffer::filled(self.bytes, |bytes| self.read_to(bytes))?;
         buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
+    }
+
+    /// Copies the first of its elements, once they are computed.
+    pub(crate) fn read_to(&self, bytes: &mut [u8]) -> Result<(), ErrorKind> {
+        if !bytes.is_empty() {
+            let read = self.device.when_done(|stream| stream.read_blocking(self.buffer.handle(), 0, bytes));
+            read.map_err(|what| self.if_lost(what))?;
+        }
+        // Over by now, as the copy came after it.
+        self.pending.settle()
     }
 }
 

@@ -138,6 +138,11 @@ impl Storage {
 
 #[cfg(feature = "cuda")]
 impl Storage {
+    /// On a GPU, if it is there and nowhere else.
+    pub(crate) fn only_cuda(&self) -> Option<Arc<CudaBuffer>> {
+        if self.cpu.get().is_some() { None } else { self.cuda.lock().clone() }
+    }
+
     pub(crate) fn of_cuda(buffer: Arc<CudaBuffer>) -> Storage {
         Storage { cuda: Mutex::new(Some(buffer)), ..Storage::default() }
     }

@@ -158,7 +158,18 @@ impl Tensor {
             let what = ErrorKind::ElementType { found: self.dtype(), asked: T::DTYPE };
             return Err(TensorError::new("to_vec", what, at));
         }
-        let buffer = value.storage.cpu().map_err(|what| TensorError::new("to_vec", what, at))?;
+        let failed = |what: ErrorKind| TensorError::new("to_vec", what, at);
+        #[cfg(feature = "cuda")]
+        if value.layout.is_contiguous()
+            && let Some(buffer) = value.storage.only_cuda()
+        {
+            // Straight into the vector: who has that will hardly ask again, so no copy is kept beside it.
+            let count = self.numel();
+            let mut all = self.collected(count, "to_vec", at, |_| ())?;
+            CpuBuffer::fill_vec(&mut all, count, |bytes| buffer.read_to(bytes)).map_err(failed)?;
+            return Ok(all);
+        }
+        let buffer = value.storage.cpu().map_err(failed)?;
         let elements = buffer.elements::<T>();
         if value.layout.is_contiguous()
             && let Some(own) = elements.get(..self.numel())

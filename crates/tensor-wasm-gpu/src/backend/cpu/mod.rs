@@ -203,9 +203,9 @@ impl DeviceOps for CpuDevice {
         Ok(())
     }
 
-    fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError> {
+    fn flag(&mut self, stream: usize, number: u32) -> Result<bool, DeviceError> {
         self.streams[stream].flag(stream, number, &self.slab, &self.memory);
-        Ok(())
+        Ok(false)
     }
 
     fn prioritize(&mut self, _stream: usize, _low: bool) -> Result<(), DeviceError> {

@@ -300,23 +300,23 @@ impl DeviceOps for CudaDevice {
         check(unsafe { cu::cuGraphExecDestroy(graph.0) })
     }
 
-    fn flag(&mut self, stream: usize, number: u32) -> Result<(), DeviceError> {
+    fn flag(&mut self, stream: usize, number: u32) -> Result<bool, DeviceError> {
         let Some(own) = &self.streams[stream] else {
             // A job for a stream that is not open has failed already; its answer is in its cell.
             self.slab.flag(stream).store(number, Ordering::Release);
-            return Ok(());
+            return Ok(false);
         };
         if own.recording.is_some() {
             // The job that ends the recording has a later number and is flagged for all of them.
-            return Ok(());
+            return Ok(false);
         }
         if let Some(ending) = own.resident.as_ref().and_then(|resident| resident.ending.as_ref()) {
             ending.flag(number);
-            return Ok(());
+            return Ok(false);
         }
         let address = self.slab_address + Slab::flag_offset(stream);
         // SAFETY: an aligned word of the slab, which is registered and mapped.
-        check(unsafe { cu::cuStreamWriteValue32_v2(self.queues.stream(own.queue), address, number, 0) })
+        check(unsafe { cu::cuStreamWriteValue32_v2(self.queues.stream(own.queue), address, number, 0) }).map(|()| true)
     }
 
     fn prioritize(&mut self, stream: usize, low: bool) -> Result<(), DeviceError> {
