@@ -7,11 +7,17 @@ use std::collections::HashMap;
 use crate::facts::Facts;
 use crate::ir::{Body, Flow, Op, Reg, Ty};
 
-/// How far apart they may be, in bytes. A window must have as much as the group reaches over.
-const REACH_MAX: i64 = 1 << 10;
+/// What a check asks of groups. A kernel that is trusted has no checks, only vectors.
+#[derive(Debug, Clone, Copy)]
+struct Bounds {
+    /// How far apart accesses may be, in bytes. A window must have as much as the group reaches over.
+    reach: i64,
+    /// Each may need registers of its own, and the device's compiler has only so many.
+    groups: usize,
+}
 
-/// Each may need registers of its own, and the device's compiler has only so many.
-const GROUPS_MAX: usize = 48;
+const CHECKED: Bounds = Bounds { reach: 1 << 10, groups: 48 };
+const TRUSTED: Bounds = Bounds { reach: 1 << 30, groups: usize::MAX };
 
 /// The longest vector that a device loads or stores at once.
 const VECTOR_BYTES_MAX: i64 = 16;
@@ -42,10 +48,11 @@ pub(crate) enum VectorPart {
     Rest,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct AccessGroups {
     pub members: HashMap<usize, GroupMember>,
     pub vectors: HashMap<usize, VectorPart>,
+    bounds: Bounds,
     count: usize,
 }
 
@@ -72,8 +79,9 @@ struct GroupedAccess {
 }
 
 /// Finds the groups, for operations by their numbers.
-pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
-    let mut groups = AccessGroups::default();
+pub(crate) fn groups(body: &Body, facts: &Facts, is_trusted: bool) -> AccessGroups {
+    let bounds = if is_trusted { TRUSTED } else { CHECKED };
+    let mut groups = AccessGroups { members: HashMap::new(), vectors: HashMap::new(), bounds, count: 0 };
     let mut open: HashMap<(Reg, u32), OpenGroup> = HashMap::new();
     let (mut load_epoch, mut store_epoch) = (0, 0);
     let mut last_stored: Option<(Reg, u32)> = None;
@@ -114,7 +122,7 @@ pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
         let (low, high) = (distance, distance + i64::from(bytes));
         let fresh = || OpenGroup { root, bytes, low, high, accesses: Vec::new() };
         let group = open.entry((root, bytes)).or_insert_with(fresh);
-        if high.max(group.high) - low.min(group.low) > REACH_MAX {
+        if high.max(group.high) - low.min(group.low) > bounds.reach {
             groups.close(std::mem::replace(group, fresh()), body, facts);
         }
         (group.low, group.high) = (group.low.min(low), group.high.max(high));
@@ -126,7 +134,7 @@ pub(crate) fn groups(body: &Body, facts: &Facts) -> AccessGroups {
 impl AccessGroups {
     fn close(&mut self, group: OpenGroup, body: &Body, facts: &Facts) {
         let OpenGroup { root, bytes, mut low, high, accesses } = group;
-        if accesses.len() < 2 || self.count >= GROUPS_MAX {
+        if accesses.len() < 2 || self.count >= self.bounds.groups {
             return;
         }
         self.count += 1;

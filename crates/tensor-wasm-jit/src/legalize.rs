@@ -128,8 +128,9 @@ pub(crate) fn legalize(mut body: Body, windows: &[bool], sizes: WindowSizes) -> 
     }
     let Legalizer { body, facts, mut costs, cost, .. } = legalizer;
     costs.push(cost);
-    let groups = groups::groups(&body, &facts);
-    Legal { body, facts, windows: windows.to_vec(), groups, is_trusted: sizes == WindowSizes::Trusted, costs }
+    let is_trusted = sizes == WindowSizes::Trusted;
+    let groups = groups::groups(&body, &facts, is_trusted);
+    Legal { body, facts, windows: windows.to_vec(), groups, is_trusted, costs }
 }
 
 struct Legalizer<'w> {

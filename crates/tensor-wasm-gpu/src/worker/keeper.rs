@@ -12,15 +12,15 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::choice::{DeviceChoice, Unavailable};
+use crate::choice::{DeviceChoice, DeviceKind, Unavailable};
 use crate::device::{DeviceEvent, Inner, OpenOptions, Placement};
 use crate::metrics::Metrics;
 use crate::queue::link::Link;
 use crate::slab::{Slab, WorkerState};
 use crate::wait::{KEEPER_PERIOD, worker_spin};
-use crate::worker;
 use crate::worker::host::HostKernels;
 use crate::worker::lifeline;
+use crate::worker::{self, exit};
 
 /// A worker must be ready within this; a CUDA context takes about a third of a second.
 const START_MAX: Duration = Duration::from_secs(60);
@@ -83,7 +83,8 @@ fn start(
             let host = options.host.clone();
             let run = move || serve(&own, choice, host);
             let spawned = std::thread::Builder::new().name("device-worker".to_owned()).spawn(run);
-            spawned.map_err(|e| Unavailable::Worker { why: e.to_string() })?;
+            let thread = spawned.map_err(|e| Unavailable::Worker { why: e.to_string() })?;
+            exit::end_before_exit(Arc::downgrade(&slab), thread);
             Body::Thread
         }
         Placement::Process { exe, args } => {
@@ -142,6 +143,9 @@ fn serve(slab: &Arc<Slab>, choice: DeviceChoice, host: HostKernels) {
     match crate::backend::open(slab, choice, host) {
         Ok(mut backend) => {
             let info = backend.info();
+            if info.kind == DeviceKind::Cuda {
+                exit::loaded_a_library();
+            }
             crate::info::put(slab, &info);
             worker::run(slab, &mut *backend, worker_spin(info.kind));
         }

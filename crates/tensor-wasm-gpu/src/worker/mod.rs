@@ -2,6 +2,7 @@
 //! backend write the stream's flag when they are done. In `serve` it is a process of its own and for library use a
 //! thread; `keeper.rs` starts either.
 
+pub(crate) mod exit;
 mod flags;
 pub(crate) mod host;
 pub(crate) mod keeper;
@@ -36,6 +37,9 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
     slab.set_state(WorkerState::Ready);
     slab.done_bell().ring();
     loop {
+        if exit::is_exiting() {
+            return;
+        }
         let Some(entry) = ring.pop(&mut tail_seen) else {
             let is_spinning = idle.is_spinning();
             let mut streams = BackendStreams { backend: &mut *backend, slab };
@@ -46,7 +50,7 @@ pub(crate) fn run(slab: &Slab, backend: &mut dyn Backend, spin: Duration) {
             if is_spinning {
                 idle.pause();
             } else {
-                slab.worker_bell().park_unless(|| !ring.is_empty(), None);
+                slab.worker_bell().park_unless(|| !ring.is_empty() || exit::is_exiting(), None);
                 idle.reset();
             }
             continue;

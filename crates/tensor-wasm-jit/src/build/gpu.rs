@@ -123,9 +123,17 @@ impl KernelBuilder {
         Ok(())
     }
 
-    /// What sums have become, once all products were waited for.
+    /// What sums have become, once all products were waited for. Products change their registers, so these are others:
+    /// stores of them are known to be of what they are now, and may be done as vectors.
     pub fn sums(&mut self, sums: &Accumulators) -> Result<Vec<Value>, BuildError> {
-        Ok(self.registers(sums)?.into_iter().map(|reg| self.value(reg)).collect())
+        self.begin("sums")?;
+        let mut values = Vec::new();
+        for from in self.registers(sums)? {
+            let to = self.asm.register(Ty::F32);
+            self.asm.push(Op::Move { to, from });
+            values.push(self.value(to));
+        }
+        Ok(values)
     }
 
     fn registers(&self, sums: &Accumulators) -> Result<Vec<Reg>, BuildError> {

@@ -7,7 +7,7 @@ pub(crate) mod execute;
 mod fold;
 mod gemm;
 mod map;
-mod math;
+pub(crate) mod math;
 pub(crate) mod memory;
 pub(crate) mod single;
 mod special;

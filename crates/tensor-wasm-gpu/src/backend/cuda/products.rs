@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 use crate::choice::CUBLASLT_NAMES;
 use crate::error::DeviceError;
 use crate::product::{Product, ProductElement, ProductEpilogue, ProductOperand};
+use crate::worker::exit;
 
 type Status = c_int;
 type Opaque = *mut c_void;
@@ -153,6 +154,7 @@ impl CublasLt {
             let mut handle = null_mut();
             // SAFETY: writes a handle to a variable of ours; a context is current.
             let status = unsafe { (functions.create)(&mut handle) };
+            exit::loaded_a_library();
             return match status {
                 SUCCESS => Ok(CublasLt { functions, handle }),
                 status => Err(format!("{name}: it cannot be used: status {status}")),

@@ -8,10 +8,11 @@ use tensor_wasm_jit::{KernelImage, MatrixElement, Target};
 
 use super::super::map::{Argument, LoweredStep, Program};
 use super::{Units, build, nothing_after, small, with_product};
+use crate::cpu::math::Float;
 use crate::cuda::{attention, special};
 use crate::dtype::DType;
-use crate::graph::op::{ATTENTION_ROWS, AttentionInput, Op, packed_values_start};
-use crate::schedule::plan::{BufferView, Source, SpecialKernel};
+use crate::graph::op::{ATTENTION_ROWS, AttentionInput, BinaryOp, Op, UnaryOp, packed_values_start};
+use crate::schedule::plan::{BufferView, Level, MapKernel, MapValue, Source, SpecialKernel, ValueKind};
 use crate::shape::{Layout, Shape};
 
 /// Where buffers are, each far from the next.
@@ -71,6 +72,7 @@ fn run(step: &LoweredStep, leaves: &[Vec<u8>], out_bytes: usize) -> Vec<u8> {
     }
     let out = address(&Argument::Buffer(Source::Slot(0)));
     memory.add(out, vec![0xff; out_bytes]);
+    memory.add(address(&Argument::Parameters(0)), GELU.iter().flat_map(|own| parameter(*own)).collect());
     for (n, bytes) in step.scratch_bytes.iter().enumerate() {
         memory.add(address(&Argument::Scratch(n)), vec![0xff; usize::try_from(*bytes).unwrap()]);
     }
@@ -80,6 +82,48 @@ fn run(step: &LoweredStep, leaves: &[Vec<u8>], out_bytes: usize) -> Vec<u8> {
         emulator.run(&mut memory, &params, [kernel.groups, 1, 1], [kernel.items, 1, 1]).unwrap();
     }
     memory.bytes(out).to_vec()
+}
+
+/// What runs give to the kernel of `with_bias_and_gelu`.
+const GELU: [f32; 3] = [0.5, std::f32::consts::FRAC_1_SQRT_2, 1.0];
+
+/// A product of which a bias, leaf 2, and `x * 0.5 * (erf(x / √2) + 1)` are made, by warpgroups.
+fn with_bias_and_gelu(sizes: (usize, usize, usize), dtype: DType) -> LoweredStep {
+    let (element, product_slot) = (if dtype == DType::F16 { MatrixElement::F16 } else { MatrixElement::BF16 }, 5);
+    let kernel = SpecialKernel { slot: product_slot, ..of_matrices(sizes, dtype, [false, false]) };
+    let bias = Layout::contiguous(Shape::new(&[1, sizes.1]).unwrap()).expand(kernel.shape);
+    let product = Layout::contiguous(kernel.shape);
+    let values = [
+        ValueKind::Load(0),
+        ValueKind::Load(1),
+        ValueKind::Fill(0),
+        ValueKind::Fill(1),
+        ValueKind::Fill(2),
+        ValueKind::Binary(BinaryOp::Add, 0, 1),
+        ValueKind::Binary(BinaryOp::Mul, 5, 2),
+        ValueKind::Binary(BinaryOp::Mul, 5, 3),
+        ValueKind::Unary(UnaryOp::Erf, 7),
+        ValueKind::Binary(BinaryOp::Add, 8, 4),
+        ValueKind::Binary(BinaryOp::Mul, 6, 9),
+    ];
+    let after = MapKernel {
+        loads: vec![
+            BufferView { source: Source::Slot(product_slot), layout: product, dtype },
+            BufferView { source: Source::Leaf(2), layout: bias, dtype },
+        ],
+        values: values.into_iter().map(|kind| MapValue { kind, dtype, level: Level::Full }).collect(),
+        stores: vec![(10, 0)],
+        in_place: vec![None],
+        ..nothing_after(&kernel)
+    };
+    let inputs = [&kernel.inputs[0], &kernel.inputs[1]];
+    build(Units::TensorCores(element), &kernel, &inputs, &after, Target::Hopper).unwrap()
+}
+
+/// A parameter's place has eight bytes.
+fn parameter(own: f32) -> [u8; 8] {
+    let [a, b, c, d] = own.to_le_bytes();
+    [a, b, c, d, 0, 0, 0, 0]
 }
 
 /// Small numbers that every type has.
@@ -226,6 +270,27 @@ fn small_products_are_those_of_numbers() {
     }
 }
 
+/// What follows a product, on every element of cut tiles, and where few columns leave smaller chunks.
+#[test]
+fn what_follows_a_product_is_computed_on_its_elements() {
+    for (dtype, sizes) in [(DType::BF16, (136, 264, 40)), (DType::F16, (130, 520, 72)), (DType::BF16, (66, 258, 24))] {
+        let (m, n, k) = sizes;
+        let step = with_bias_and_gelu(sizes, dtype);
+        let leaf = |seed: usize, count: usize| (0..count).flat_map(|at| bytes_of(dtype, number(seed, at))).collect();
+        let made = run(&step, &[leaf(1, m * k), leaf(5, k * n), leaf(9, n)], m * n * 2);
+        for at in 0..m * n {
+            let (row, column) = (at / n, at % n);
+            let product: f64 =
+                (0..k).map(|step| f64::from(number(1, row * k + step)) * f64::from(number(5, step * n + column))).sum();
+            let x = product + f64::from(number(9, column));
+            let expected = x * 0.5 * (1.0 + Float::erf(x * std::f64::consts::FRAC_1_SQRT_2));
+            let found = number_of(dtype, &made[2 * at..2 * at + 2]);
+            let near = 4e-3 * expected.abs() + 1e-4;
+            assert!((found - expected).abs() <= near, "{dtype} {sizes:?} at {row} {column}: {found} {expected}");
+        }
+    }
+}
+
 /// Every element of two by two tiles, each but the first cut, with more tiles of the depth than are under way.
 #[test]
 fn products_by_warpgroups_are_those_of_numbers() {
@@ -283,6 +348,8 @@ fn kernels_on_tensor_cores_are_assembled_without_spills() {
             }
         }
     }
+    let step = with_bias_and_gelu(large, DType::BF16);
+    assemble(&image(&step.kernels[0].program), "product_gelu", false);
     let (step, _) = product(Units::TensorCores(MatrixElement::Tf32), large, [false, true], Target::Ampere);
     assemble(&image(&step.kernels[0].program), "product_warps_tf32", false);
     let (step, _) = product(Units::TensorCores(MatrixElement::Tf32), large, [false, true], Target::Hopper);
