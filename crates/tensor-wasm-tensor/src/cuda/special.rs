@@ -2,10 +2,10 @@
 
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, UnaryOp as U, Value, Variable};
 
-use super::attention;
 use super::index::{Axes, Indices, count, small, sum, times};
 use super::map::{Argument, GROUP, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program, load_one, store_one};
 use super::numbers::{Built, Class, Numbers, Registers};
+use super::{attention, lines};
 use crate::dtype::DType;
 use crate::graph::op::{FoldedAxis, Op};
 use crate::schedule::plan::{BufferView, Source, SpecialKernel};
@@ -22,8 +22,8 @@ pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
         Op::AttentionGradient { is_causal, of } => return attention::backward::gradient(kernel, *is_causal, *of),
         Op::Matmul => vec![matmul(kernel)?],
         Op::Contract { summed } => vec![contract(kernel, *summed)?],
-        Op::ArgReduce { axis, largest } => vec![arg_reduce(kernel, *axis, *largest)?],
-        Op::Cumsum { axis, is_reverse } => vec![cumsum(kernel, *axis, *is_reverse)?],
+        Op::ArgReduce { axis, largest } => return lines::arg_reduce(kernel, *axis, *largest),
+        Op::Cumsum { axis, is_reverse } => return lines::cumsum(kernel, *axis, *is_reverse),
         Op::ArgSort { axis, is_descending } => vec![arg_sort(kernel, *axis, *is_descending)?],
         Op::Gather { axis } => vec![gather(kernel, *axis)?],
         Op::ScatterAdd { axis, size } => vec![scatter_add(kernel, *axis, *size)?],
@@ -72,17 +72,17 @@ fn all(_: usize) -> bool {
 }
 
 /// Loads the element at a place.
-fn load_at(b: &mut KernelBuilder, dtype: DType, window: Value, place: Value) -> Built<Value> {
+pub(super) fn load_at(b: &mut KernelBuilder, dtype: DType, window: Value, place: Value) -> Built<Value> {
     let address = b.element(window, place, small(dtype.size()))?;
     load_one(b, dtype, address, 0)
 }
 
-fn store_at(b: &mut KernelBuilder, dtype: DType, value: Value, window: Value, place: Value) -> Built<()> {
+pub(super) fn store_at(b: &mut KernelBuilder, dtype: DType, value: Value, window: Value, place: Value) -> Built<()> {
     let address = b.element(window, place, small(dtype.size()))?;
     store_one(b, dtype, value, address, 0)
 }
 
-fn number_of(b: &mut KernelBuilder, number: usize) -> Built<Value> {
+pub(super) fn number_of(b: &mut KernelBuilder, number: usize) -> Built<Value> {
     b.i32(small(number).cast_signed())
 }
 
@@ -316,72 +316,6 @@ fn line(b: &mut KernelBuilder, view: &BufferView, shape: &Shape, axis: usize, nu
 
 fn lines_of(shape: &Shape, axis: usize) -> usize {
     shape.with(axis, 1).numel()
-}
-
-/// The first index of the largest or smallest element of each line; the first NaN wins.
-fn arg_reduce(kernel: &SpecialKernel, axis: usize, largest: bool) -> Built<LoweredKernel> {
-    let view = &kernel.inputs[0];
-    let class = Class::of(view.dtype);
-    let size = view.layout.shape[axis];
-    each(kernel, &kernel.inputs, "arg_reduce", lines_of(&kernel.shape, axis), |b, given, number| {
-        let line = line(b, view, &kernel.shape, axis, number)?;
-        let first = load_at(b, view.dtype, given.inputs[0], line.from)?;
-        let zero = b.i32(0)?;
-        let (best, at) = (b.variable(first)?, b.variable(zero)?);
-        let count = number_of(b, size)?;
-        b.count_to::<BuildError>(count, &[best, at], |b, n| {
-            let place = times(b, n, line.stride)?;
-            let place = b.binary(B::I32Add, line.from, place)?;
-            let value = load_at(b, view.dtype, given.inputs[0], place)?;
-            let (old, old_at) = (b.get(best)?, b.get(at)?);
-            let mut numbers = Numbers { b: &mut *b };
-            let is_more = if largest { numbers.lt(class, old, value)? } else { numbers.lt(class, value, old)? };
-            let (is_nan, was_nan) = (numbers.is_nan(class, value)?, numbers.is_nan(class, old)?);
-            let is_better = b.binary(B::I32Or, is_more, is_nan)?;
-            let was_number = b.unary(U::I32Eqz, was_nan)?;
-            let is_better = b.binary(B::I32And, is_better, was_number)?;
-            let (value, n) = (b.select(is_better, value, old)?, b.select(is_better, n, old_at)?);
-            b.set(best, value)?;
-            b.set(at, n)
-        })?;
-        let at = b.get(at)?;
-        let at = b.unary(U::I64ExtendI32U, at)?;
-        store_at(b, kernel.dtype, at, given.to, line.to)
-    })
-}
-
-/// Running sums, in as much precision as there is.
-fn cumsum(kernel: &SpecialKernel, axis: usize, is_reverse: bool) -> Built<LoweredKernel> {
-    let view = &kernel.inputs[0];
-    let wide_type = if kernel.dtype.is_float() { DType::F64 } else { DType::I64 };
-    let class = Class::of(wide_type);
-    let size = kernel.shape[axis];
-    each(kernel, &kernel.inputs, "cumsum", lines_of(&kernel.shape, axis), |b, given, number| {
-        let line = line(b, view, &kernel.shape, axis, number)?;
-        let zero = Numbers { b: &mut *b }.number(class, 0.0)?;
-        let total = b.variable(zero)?;
-        let count = number_of(b, size)?;
-        b.count_to::<BuildError>(count, &[total], |b, n| {
-            let n = if is_reverse {
-                let last = number_of(b, size - 1)?;
-                b.binary(B::I32Sub, last, n)?
-            } else {
-                n
-            };
-            let place = times(b, n, line.stride)?;
-            let place = b.binary(B::I32Add, line.from, place)?;
-            let value = load_at(b, view.dtype, given.inputs[0], place)?;
-            let before = b.get(total)?;
-            let mut numbers = Numbers { b: &mut *b };
-            let value = numbers.cast(view.dtype, wide_type, value)?;
-            let after = numbers.add(class, before, value)?;
-            let result = numbers.cast(wide_type, kernel.dtype, after)?;
-            let place = times(b, n, line.step.cast_signed())?;
-            let place = b.binary(B::I32Add, line.to, place)?;
-            store_at(b, kernel.dtype, result, given.to, place)?;
-            b.set(total, after)
-        })
-    })
 }
 
 /// Each element is put where as many come before it as do: all are compared with all, so long lines take long.

@@ -1,6 +1,7 @@
 //! Plans for a GPU, run where there is none: the device is the CPU's, and what it is given to run is PTX, which the
 //! compiler's emulator does, work item by work item. Everything else is as it is with a driver.
 
+mod lines;
 mod products;
 mod snapshots;
 mod uploads;

@@ -1,0 +1,129 @@
+//! Operations along lines: extremes, running sums, sorting, and sums of what indices choose. Lengths are those around
+//! which teams, parts and tiles change.
+
+use super::*;
+
+const TYPES: [DType; 7] = [DType::U8, DType::I32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
+
+/// Elements of which many are the same, and of floats some no numbers.
+fn elements(sizes: &[usize], seed: u64, dtype: DType) -> Tensor {
+    let count: usize = sizes.iter().product();
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let numbers: Vec<f64> = (0..count)
+        .map(|_| match random() % 97 {
+            0 if dtype.is_float() => f64::NAN,
+            1 if dtype.is_float() => f64::NEG_INFINITY,
+            2 => -0.0,
+            n => f64::from(u32::try_from(n).unwrap()) - if dtype == DType::U8 { 0.0 } else { 40.0 },
+        })
+        .collect();
+    let made = Tensor::from_slice(&numbers, sizes).cast(dtype);
+    made.realize().unwrap();
+    made
+}
+
+#[test]
+fn extremes_are_where_they_are_on_a_cpu() {
+    let sizes: [&[usize]; 13] = [
+        &[1],
+        &[7],
+        &[8],
+        &[9],
+        &[3, 31],
+        &[33, 5],
+        &[2, 65, 3],
+        &[5, 257],
+        &[1, 2049],
+        &[5000, 2],
+        &[2, 4099],
+        &[300, 40],
+        &[0, 3],
+    ];
+    for (seed, sizes) in (1..).zip(sizes) {
+        for dtype in TYPES {
+            let x = elements(sizes, seed, dtype);
+            for axis in 0..sizes.len().cast_signed() {
+                if sizes[axis.unsigned_abs()] == 0 {
+                    continue;
+                }
+                same(&format!("argmax {sizes:?} {dtype} {axis}"), 0.0, || x.argmax(axis));
+                same(&format!("argmin {sizes:?} {dtype} {axis}"), 0.0, || x.argmin(axis));
+            }
+        }
+    }
+    // However a line lies.
+    let x = elements(&[40, 3, 70], 99, DType::F32);
+    same("turned", 0.0, || x.permute(&[2, 0, 1]).argmax(0));
+    same("backwards", 0.0, || x.flip(2).argmax(2));
+    same("every third", 0.0, || x.slice(2, None, None, 3).argmin(-1));
+    same("of one element", 0.0, || x.narrow(2, 5, 1).expand(&[40, 3, 3000]).argmax(-1));
+    // All the same, and nothing but NaN.
+    same("equal", 0.0, || Tensor::ones(&[3, 5000], DType::F32).argmax(1));
+    same("none is a number", 0.0, || Tensor::full(&[3, 5000], f64::NAN, DType::F64).argmin(1));
+    let least = Tensor::full(&[2, 5000], f64::NEG_INFINITY, DType::F32);
+    same("the least", 0.0, || least.argmax(1));
+    let lowest = Tensor::from_slice(&[i64::MIN, i64::MAX, i64::MAX, i64::MIN], &[4]);
+    same("the ends of integers", 0.0, || lowest.argmax(0) * 10 + lowest.argmin(0));
+}
+
+/// Integers that small halves have too, so that whoever adds them up in another order has the same.
+fn small(sizes: &[usize], seed: u64, dtype: DType) -> Tensor {
+    let made = (Tensor::uniform(sizes, seed, DType::F32) * 5.0).floor().cast(dtype);
+    made.realize().unwrap();
+    made
+}
+
+#[test]
+fn running_sums_are_those_of_a_cpu() {
+    let sizes: [&[usize]; 14] = [
+        &[1],
+        &[7],
+        &[8],
+        &[9],
+        &[3, 31],
+        &[33, 5],
+        &[2, 65, 3],
+        &[5, 257],
+        &[1, 2049],
+        &[5000, 2],
+        &[2, 8193],
+        &[300, 40],
+        &[0, 3],
+        &[4, 0],
+    ];
+    for (seed, sizes) in (1..).zip(sizes) {
+        for dtype in TYPES {
+            let x = small(sizes, seed, dtype);
+            for axis in 0..sizes.len().cast_signed() {
+                same(&format!("{sizes:?} {dtype} {axis}"), 0.0, || x.cumsum(axis));
+            }
+        }
+        let x = normal(sizes, seed, DType::F64);
+        let axis = sizes.len().cast_signed() - 1;
+        same(&format!("{sizes:?} fractions"), 1e-13, || x.cumsum(axis));
+        let at = std::panic::Location::caller();
+        same(&format!("{sizes:?} from the end"), 1e-13, || x.running_sum(axis.unsigned_abs(), true, at));
+        same(&format!("{sizes:?} from the end, along the first"), 1e-13, || x.running_sum(0, true, at));
+    }
+    let x = small(&[40, 3, 70], 99, DType::F32);
+    same("turned", 0.0, || x.permute(&[2, 0, 1]).cumsum(0));
+    same("turned, along the last", 0.0, || x.permute(&[2, 0, 1]).cumsum(2));
+    same("backwards", 0.0, || x.flip(2).cumsum(2));
+    same("of one element", 0.0, || x.narrow(2, 5, 1).expand(&[40, 3, 300]).cumsum(-1));
+    // What is no number stays from there on, and what comes before knows nothing of it.
+    for (place, what) in [(0, f32::NAN), (2_500, f32::INFINITY), (9_000, f32::NAN), (12_287, f32::NEG_INFINITY)] {
+        let mut elements = vec![1.0_f32; 12_288];
+        elements[place] = what;
+        let x = Tensor::from_slice(&elements, &[12_288]);
+        same(&format!("{what} at {place}"), 0.0, || x.cumsum(0));
+    }
+    // Large ones that others take away again: there is double precision in between.
+    let x = Tensor::from_slice(&[1.0_f32, 1e9, 1.0, -1e9, 1.0], &[5]);
+    same("in double precision", 0.0, || x.cumsum(0));
+}
