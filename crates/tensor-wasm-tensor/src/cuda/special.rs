@@ -9,7 +9,7 @@ use super::{attention, lines};
 use crate::dtype::DType;
 use crate::graph::op::{FoldedAxis, Op};
 use crate::schedule::plan::{BufferView, Source, SpecialKernel};
-use crate::shape::{AxisSet, Layout, RANK_MAX, Shape};
+use crate::shape::{AxisSet, Layout, RANK_MAX};
 
 /// Lowers an operation that is a kernel by itself, without what follows it.
 pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
@@ -24,7 +24,7 @@ pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
         Op::Contract { summed } => vec![contract(kernel, *summed)?],
         Op::ArgReduce { axis, largest } => return lines::arg_reduce(kernel, *axis, *largest),
         Op::Cumsum { axis, is_reverse } => return lines::cumsum(kernel, *axis, *is_reverse),
-        Op::ArgSort { axis, is_descending } => vec![arg_sort(kernel, *axis, *is_descending)?],
+        Op::ArgSort { axis, is_descending } => return lines::arg_sort(kernel, *axis, *is_descending),
         Op::Gather { axis } => vec![gather(kernel, *axis)?],
         Op::ScatterAdd { axis, size } => vec![scatter_add(kernel, *axis, *size)?],
         Op::Place(corners) => place(kernel, corners)?,
@@ -288,78 +288,6 @@ fn contract(kernel: &SpecialKernel, summed: AxisSet) -> Built<LoweredKernel> {
         let total = b.get(total)?;
         let total = Numbers { b: &mut *b }.cast(wide_type, kernel.dtype, total)?;
         store_at(b, kernel.dtype, total, given.to, number)
-    })
-}
-
-// ---- lines along an axis
-
-/// A line of the input, and where its results go.
-struct Line {
-    from: Value,
-    stride: isize,
-    to: Value,
-    step: usize,
-}
-
-/// The line with a number, of a result that has some size along the axis.
-fn line(b: &mut KernelBuilder, view: &BufferView, shape: &Shape, axis: usize, number: Value) -> Built<Line> {
-    let mut indices = Indices::default();
-    let lines = view.layout.slice(axis, 0, 1, 1);
-    let place = indices.place(b, &Axes::of(&lines, |other| other != axis), number)?;
-    let from = sum(b, &[place], view.layout.offset)?;
-    let results = Layout::contiguous(*shape).slice(axis, 0, 1, 1);
-    let place = indices.place(b, &Axes::of(&results, |other| other != axis), number)?;
-    let to = sum(b, &[place], 0)?;
-    let step = shape[axis + 1..].iter().product();
-    Ok(Line { from, stride: view.layout.strides()[axis], to, step })
-}
-
-fn lines_of(shape: &Shape, axis: usize) -> usize {
-    shape.with(axis, 1).numel()
-}
-
-/// Each element is put where as many come before it as do: all are compared with all, so long lines take long.
-fn arg_sort(kernel: &SpecialKernel, axis: usize, is_descending: bool) -> Built<LoweredKernel> {
-    let view = &kernel.inputs[0];
-    let class = Class::of(view.dtype);
-    let size = kernel.shape[axis];
-    each(kernel, &kernel.inputs, "arg_sort", kernel.shape.numel(), |b, given, number| {
-        let (number, own) = Indices::default().divide(b, number, small(size))?;
-        let line = line(b, view, &kernel.shape, axis, number)?;
-        let place = times(b, own, line.stride)?;
-        let place = b.binary(B::I32Add, line.from, place)?;
-        let value = load_at(b, view.dtype, given.inputs[0], place)?;
-        let zero = b.i32(0)?;
-        let rank = b.variable(zero)?;
-        let count = number_of(b, size)?;
-        b.count_to::<BuildError>(count, &[rank], |b, n| {
-            let place = times(b, n, line.stride)?;
-            let place = b.binary(B::I32Add, line.from, place)?;
-            let other = load_at(b, view.dtype, given.inputs[0], place)?;
-            let mut numbers = Numbers { b: &mut *b };
-            // NaN is larger than everything.
-            let (is_less, is_more) = (numbers.lt(class, other, value)?, numbers.lt(class, value, other)?);
-            let (other_nan, own_nan) = (numbers.is_nan(class, other)?, numbers.is_nan(class, value)?);
-            let (other_number, own_number) = (b.unary(U::I32Eqz, other_nan)?, b.unary(U::I32Eqz, own_nan)?);
-            let below_nan = b.binary(B::I32And, own_nan, other_number)?;
-            let is_less = b.binary(B::I32Or, is_less, below_nan)?;
-            let above = b.binary(B::I32And, other_nan, own_number)?;
-            let is_more = b.binary(B::I32Or, is_more, above)?;
-            let (is_before, is_after) = if is_descending { (is_more, is_less) } else { (is_less, is_more) };
-            // Equal ones keep their order.
-            let is_earlier = b.binary(B::I32LtU, n, own)?;
-            let is_not_after = b.unary(U::I32Eqz, is_after)?;
-            let is_earlier = b.binary(B::I32And, is_earlier, is_not_after)?;
-            let counts = b.binary(B::I32Or, is_before, is_earlier)?;
-            let before = b.get(rank)?;
-            let after = b.binary(B::I32Add, before, counts)?;
-            b.set(rank, after)
-        })?;
-        let rank = b.get(rank)?;
-        let place = times(b, rank, line.step.cast_signed())?;
-        let place = b.binary(B::I32Add, line.to, place)?;
-        let own = b.unary(U::I64ExtendI32U, own)?;
-        store_at(b, kernel.dtype, own, given.to, place)
     })
 }
 

@@ -127,3 +127,41 @@ fn running_sums_are_those_of_a_cpu() {
     let x = Tensor::from_slice(&[1.0_f32, 1e9, 1.0, -1e9, 1.0], &[5]);
     same("in double precision", 0.0, || x.cumsum(0));
 }
+
+#[test]
+fn what_is_sorted_is_in_the_order_of_a_cpu() {
+    let sizes: [&[usize]; 12] =
+        [&[1], &[7], &[8], &[9], &[3, 31], &[33, 5], &[2, 65, 3], &[2, 2047], &[2049, 2], &[6000], &[0, 3], &[4, 0]];
+    for (seed, sizes) in (1..).zip(sizes) {
+        let is_long = sizes.iter().product::<usize>() > 4_000;
+        for dtype in TYPES {
+            // One that is packed and one that is not.
+            if is_long && !matches!(dtype, DType::F32 | DType::F64) {
+                continue;
+            }
+            let x = elements(sizes, seed, dtype);
+            for axis in 0..sizes.len().cast_signed() {
+                same(&format!("{sizes:?} {dtype} {axis}"), 0.0, || x.argsort(axis, false));
+                same(&format!("{sizes:?} {dtype} {axis} descending"), 0.0, || x.argsort(axis, true));
+            }
+        }
+    }
+    let x = elements(&[40, 3, 70], 99, DType::F32);
+    same("turned", 0.0, || x.permute(&[2, 0, 1]).argsort(0, false));
+    same("backwards", 0.0, || x.flip(2).argsort(2, true));
+    same("of one element", 0.0, || x.narrow(2, 5, 1).expand(&[40, 3, 300]).argsort(-1, true));
+    let ends = Tensor::from_slice(&[i64::MIN, -1, 0, i64::MAX, 1, i64::MIN, i64::MAX], &[7]);
+    let narrow = Tensor::from_slice(&[i32::MIN, -1, 0, i32::MAX, 1, i32::MIN, i32::MAX], &[7]);
+    let tiny = Tensor::from_slice(&[-1e-42_f32, 1e-42, 0.0, -0.0, f32::MIN_POSITIVE, -1e-45, f32::INFINITY], &[7]);
+    for is_descending in [false, true] {
+        same("ends of wide integers", 0.0, || ends.argsort(0, is_descending));
+        same("ends of integers", 0.0, || narrow.argsort(0, is_descending));
+        same("next to nothing", 0.0, || tiny.argsort(0, is_descending));
+        same("whether it is so", 0.0, || ends.lt(0_i64).argsort(0, is_descending));
+    }
+    // Runs that do not overlap at all, that are one after the other already, and several passes over an odd number.
+    let up = Tensor::arange(0, 7_000, 1, DType::I32);
+    same("sorted", 0.0, || up.argsort(0, false));
+    same("turned round", 0.0, || up.argsort(0, true));
+    same("all the same", 0.0, || Tensor::ones(&[5_000], DType::F32).argsort(0, true));
+}
