@@ -26,7 +26,7 @@ pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
         Op::Cumsum { axis, is_reverse } => return lines::cumsum(kernel, *axis, *is_reverse),
         Op::ArgSort { axis, is_descending } => return lines::arg_sort(kernel, *axis, *is_descending),
         Op::Gather { axis } => vec![gather(kernel, *axis)?],
-        Op::ScatterAdd { axis, size } => vec![scatter_add(kernel, *axis, *size)?],
+        Op::ScatterAdd { axis, size } => return lines::scatter_add(kernel, *axis, *size),
         Op::Place(corners) => place(kernel, corners)?,
         Op::Fold { last, before } => vec![fold(kernel, *last, *before)?],
         _ => return Err(BuildError::Structure { what: "an operation is no kernel by itself" }),
@@ -294,7 +294,13 @@ fn contract(kernel: &SpecialKernel, summed: AxisSet) -> Built<LoweredKernel> {
 // ---- elements that are chosen by indices
 
 /// An index as it may be given, from the end too. One that is beyond is told, and is the first then.
-fn checked(b: &mut KernelBuilder, kernel: &SpecialKernel, given: &Given, index: Value, size: usize) -> Built<Value> {
+pub(super) fn checked(
+    b: &mut KernelBuilder,
+    kernel: &SpecialKernel,
+    flags: Value,
+    index: Value,
+    size: usize,
+) -> Built<Value> {
     let (zero, count) = (b.i64(0)?, b.i64(i64::try_from(size).unwrap_or(i64::MAX))?);
     let from_end = b.binary(B::I64Add, index, count)?;
     let is_from_end = b.binary(B::I64LtS, index, zero)?;
@@ -303,9 +309,9 @@ fn checked(b: &mut KernelBuilder, kernel: &SpecialKernel, given: &Given, index: 
     let is_outside = b.unary(U::I32Eqz, is_inside)?;
     b.begin_if(is_outside, &[])?;
     let (code, node) = (b.i32(OUT_OF_RANGE.cast_signed())?, number_of(b, kernel.node)?);
-    b.store(index, given.flags, 8)?;
-    b.store(node, given.flags, 4)?;
-    b.store(code, given.flags, 0)?;
+    b.store(index, flags, 8)?;
+    b.store(node, flags, 4)?;
+    b.store(code, flags, 0)?;
     b.end()?;
     let at = b.select(is_inside, at, zero)?;
     b.unary(U::I32WrapI64, at)
@@ -323,7 +329,7 @@ fn gather(kernel: &SpecialKernel, axis: usize) -> Built<LoweredKernel> {
         let place = indices.place(b, &Axes::of(&chosen.layout, all), number)?;
         let place = sum(b, &[place], chosen.layout.offset)?;
         let index = load_at(b, DType::I64, given.inputs[1], place)?;
-        let index = checked(b, kernel, given, index, size)?;
+        let index = checked(b, kernel, given.flags, index, size)?;
         let start = indices.place(b, &Axes::of(&lines, all), number)?;
         let along = times(b, index, stride)?;
         let place = sum(b, &[start, Some(along)], lines.offset)?;
@@ -332,58 +338,15 @@ fn gather(kernel: &SpecialKernel, axis: usize) -> Built<LoweredKernel> {
     })
 }
 
-/// A work item for each element of the result looks for what is added to it, in order: the same sums every time.
-fn scatter_add(kernel: &SpecialKernel, axis: usize, size: usize) -> Built<LoweredKernel> {
-    let [view, chosen] = &kernel.inputs[..] else {
-        return Err(BuildError::Structure { what: "a scatter has two operands" });
-    };
-    let class = Class::of(kernel.dtype);
-    let count = view.layout.shape[axis];
-    each(kernel, &kernel.inputs, "scatter_add", kernel.shape.numel(), |b, given, number| {
-        let inner: usize = kernel.shape[axis + 1..].iter().product();
-        let mut indices = Indices::default();
-        let (outer, within) = indices.divide(b, number, small(inner))?;
-        let (outer, own) = indices.divide(b, outer, small(size))?;
-        let line_number = times(b, outer, inner.cast_signed())?;
-        let line_number = b.binary(B::I32Add, line_number, within)?;
-        let from = |b: &mut KernelBuilder, indices: &mut Indices, view: &BufferView| {
-            let lines = view.layout.slice(axis, 0, 1, 1);
-            let place = indices.place(b, &Axes::of(&lines, |other| other != axis), line_number)?;
-            sum(b, &[place], view.layout.offset)
-        };
-        let (values, numbers) = (from(b, &mut indices, view)?, from(b, &mut indices, chosen)?);
-        let zero = Numbers { b: &mut *b }.number(class, 0.0)?;
-        let total = b.variable(zero)?;
-        let count = number_of(b, count)?;
-        b.count_to::<BuildError>(count, &[total], |b, n| {
-            let place = times(b, n, chosen.layout.strides()[axis])?;
-            let place = b.binary(B::I32Add, numbers, place)?;
-            let index = load_at(b, DType::I64, given.inputs[1], place)?;
-            let index = checked(b, kernel, given, index, size)?;
-            let is_own = b.binary(B::I32Eq, index, own)?;
-            b.begin_if(is_own, &[total])?;
-            let place = times(b, n, view.layout.strides()[axis])?;
-            let place = b.binary(B::I32Add, values, place)?;
-            add_element(b, view.dtype, given.inputs[0], place, total)?;
-            b.end()
-        })?;
-        let total = b.get(total)?;
-        store_at(b, kernel.dtype, total, given.to, number)
-    })
-}
-
-/// Adds the element at a place to a sum, which is rounded as often as it is on a CPU.
-fn add_element(b: &mut KernelBuilder, dtype: DType, window: Value, place: Value, total: Variable) -> Built<()> {
-    let value = load_at(b, dtype, window, place)?;
-    let before = b.get(total)?;
-    let mut numbers = Numbers { b: &mut *b };
-    let after = numbers.add(Class::of(dtype), before, value)?;
-    let after = match dtype {
-        DType::U8 => numbers.cast(DType::I32, dtype, after)?,
-        DType::F16 | DType::BF16 => numbers.cast(DType::F32, dtype, after)?,
-        DType::Bool | DType::I32 | DType::I64 | DType::F32 | DType::F64 => after,
-    };
-    b.set(total, after)
+/// The sum and an element, rounded as often as it is on a CPU.
+pub(super) fn add_element(b: &mut KernelBuilder, dtype: DType, sum: Value, element: Value) -> Built<Value> {
+    let mut numbers = Numbers { b };
+    let after = numbers.add(Class::of(dtype), sum, element)?;
+    match dtype {
+        DType::U8 => numbers.cast(DType::I32, dtype, after),
+        DType::F16 | DType::BF16 => numbers.cast(DType::F32, dtype, after),
+        DType::Bool | DType::I32 | DType::I64 | DType::F32 | DType::F64 => Ok(after),
+    }
 }
 
 // ---- elements that are put somewhere else
@@ -475,7 +438,10 @@ fn fold(kernel: &SpecialKernel, last: FoldedAxis, before: Option<FoldedAxis>) ->
                 place = b.binary(B::I32Add, place, along)?;
             }
             b.begin_if(is_inside, &[total])?;
-            add_element(b, view.dtype, given.inputs[0], place, total)?;
+            let value = load_at(b, view.dtype, given.inputs[0], place)?;
+            let before = b.get(total)?;
+            let after = add_element(b, view.dtype, before, value)?;
+            b.set(total, after)?;
             b.end()
         })?;
         let total = b.get(total)?;

@@ -4,10 +4,12 @@
 
 mod extreme;
 mod running;
+mod scatter;
 mod sort;
 
 pub(super) use self::extreme::arg_reduce;
 pub(super) use self::running::cumsum;
+pub(super) use self::scatter::scatter_add;
 pub(super) use self::sort::arg_sort;
 
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, IdKind, KernelBuilder, UnaryOp as U, Value};

@@ -166,7 +166,7 @@ impl Kind {
         Ok(Entry { key, beside: Some(b.load(Ty::I32, address, 0)?) })
     }
 
-    fn store(self, b: &mut KernelBuilder, entry: Entry, windows: &[Value], at: Value) -> Built<()> {
+    pub(super) fn store(self, b: &mut KernelBuilder, entry: Entry, windows: &[Value], at: Value) -> Built<()> {
         let address = b.element(windows[0], at, 8)?;
         b.store(entry.key, address, 0)?;
         let Some((beside, window)) = entry.beside.zip(windows.get(1)) else { return Ok(()) };

@@ -5,6 +5,14 @@ use super::*;
 
 const TYPES: [DType; 7] = [DType::U8, DType::I32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
+/// Two types, of which the next has others; of what is long, one of 32 bits and one of 64.
+fn types(sizes: &[usize], seed: u64) -> [DType; 2] {
+    if sizes.iter().product::<usize>() > 2_000 {
+        return [DType::F32, DType::I64];
+    }
+    [0, 1].map(|more| TYPES[(2 * usize::try_from(seed).unwrap() + more) % TYPES.len()])
+}
+
 /// Elements of which many are the same, and of floats some no numbers.
 fn elements(sizes: &[usize], seed: u64, dtype: DType) -> Tensor {
     let count: usize = sizes.iter().product();
@@ -46,7 +54,7 @@ fn extremes_are_where_they_are_on_a_cpu() {
         &[0, 3],
     ];
     for (seed, sizes) in (1..).zip(sizes) {
-        for dtype in TYPES {
+        for dtype in types(sizes, seed) {
             let x = elements(sizes, seed, dtype);
             for axis in 0..sizes.len().cast_signed() {
                 if sizes[axis.unsigned_abs()] == 0 {
@@ -98,7 +106,7 @@ fn running_sums_are_those_of_a_cpu() {
         &[4, 0],
     ];
     for (seed, sizes) in (1..).zip(sizes) {
-        for dtype in TYPES {
+        for dtype in types(sizes, seed) {
             let x = small(sizes, seed, dtype);
             for axis in 0..sizes.len().cast_signed() {
                 same(&format!("{sizes:?} {dtype} {axis}"), 0.0, || x.cumsum(axis));
@@ -133,12 +141,7 @@ fn what_is_sorted_is_in_the_order_of_a_cpu() {
     let sizes: [&[usize]; 12] =
         [&[1], &[7], &[8], &[9], &[3, 31], &[33, 5], &[2, 65, 3], &[2, 2047], &[2049, 2], &[6000], &[0, 3], &[4, 0]];
     for (seed, sizes) in (1..).zip(sizes) {
-        let is_long = sizes.iter().product::<usize>() > 4_000;
-        for dtype in TYPES {
-            // One that is packed and one that is not.
-            if is_long && !matches!(dtype, DType::F32 | DType::F64) {
-                continue;
-            }
+        for dtype in types(sizes, seed) {
             let x = elements(sizes, seed, dtype);
             for axis in 0..sizes.len().cast_signed() {
                 same(&format!("{sizes:?} {dtype} {axis}"), 0.0, || x.argsort(axis, false));
@@ -164,4 +167,68 @@ fn what_is_sorted_is_in_the_order_of_a_cpu() {
     same("sorted", 0.0, || up.argsort(0, false));
     same("turned round", 0.0, || up.argsort(0, true));
     same("all the same", 0.0, || Tensor::ones(&[5_000], DType::F32).argsort(0, true));
+}
+
+/// Indices of which some are counted from the end, and every other one is the same.
+fn chosen(sizes: &[usize], seed: u64, size: usize) -> Tensor {
+    let x = Tensor::uniform(sizes, seed, DType::F64);
+    let some = ((&x * (2 * size) as f64).floor() - size as f64).cast(DType::I64);
+    let is_some = ((&x * 64.0).floor() % 2.0).lt(1.0);
+    let made = is_some.where_(&some, (size / 2) as i64);
+    made.realize().unwrap();
+    made
+}
+
+#[test]
+fn what_indices_choose_is_added_up_as_on_a_cpu() {
+    // Values, the axis, and its size in the result; the second half is more than is looked through.
+    let cases: [(&[usize], isize, usize); 12] = [
+        (&[1], 0, 1),
+        (&[64, 3], 0, 5),
+        (&[2, 65, 3], 1, 7),
+        (&[3, 500], 1, 4),
+        (&[0, 3], 0, 2),
+        (&[4, 0], 0, 2),
+        (&[513], 0, 3),
+        (&[600, 3], 0, 1),
+        (&[2, 700, 3], 1, 900),
+        (&[3, 513], 1, 40),
+        (&[2, 2, 1030], 2, 5),
+        (&[5, 2500], 1, 20),
+    ];
+    for (seed, (sizes, axis, size)) in (1..).zip(cases) {
+        let index = chosen(sizes, seed, size);
+        for dtype in types(sizes, seed) {
+            let x = small(sizes, seed, dtype);
+            // Halves are rounded each time they are added, so that those of many depend on the order: few are not zero.
+            let is_half = matches!(dtype, DType::F16 | DType::BF16);
+            let x = if is_half { x.gt(3.0).cast(dtype) } else { x };
+            same(&format!("{sizes:?} {axis} {size} {dtype}"), 0.0, || x.scatter_add(axis, &index, size));
+        }
+        let x = normal(sizes, seed, DType::F64);
+        same(&format!("{sizes:?} {axis} {size} fractions"), 1e-13, || x.scatter_add(axis, &index, size));
+    }
+}
+
+#[test]
+fn gradients_of_rows_that_are_chosen_are_those_of_a_cpu() {
+    for (rows, width, words) in [(700, 5, 90), (1_300, 3, 2_000), (600, 9, 1)] {
+        let (index, x) = (chosen(&[rows, 1], 7, words), normal(&[rows, width], 8, DType::F32));
+        let make = || x.scatter_add(0, &index.expand(&[rows, width]), words);
+        same(&format!("{rows} {width} {words}"), 1e-5, make);
+        // The same bits every time.
+        let bits = || with_device(&DEVICE, || make().to_vec::<f32>().unwrap()).into_iter().map(f32::to_bits);
+        assert!(bits().eq(bits()), "{rows} {width} {words}");
+        // Along the other axis, with one line of indices for all.
+        let turned = || x.t().scatter_add(1, &index.t().expand(&[width, rows]), words);
+        same(&format!("{rows} {width} {words} turned"), 1e-5, turned);
+        let kernels = with_device(&DEVICE, || make().explain().unwrap().kernels);
+        let launches =
+            kernels.iter().find_map(|kernel| kernel.launches.clone().filter(|_| kernel.kind == "scatter_add"));
+        assert!(launches.is_some_and(|launches| launches.len() > 3), "indices are sorted");
+    }
+    let index = Tensor::from_slice(&(0..600).map(|n| if n == 555 { 9 } else { n % 9 }).collect::<Vec<i64>>(), &[600]);
+    let x = normal(&[600], 1, DType::F32);
+    same("an index beyond the end", 0.0, || x.scatter_add(0, &index, 9));
+    same("and none", 1e-5, || x.scatter_add(0, &index, 10));
 }
