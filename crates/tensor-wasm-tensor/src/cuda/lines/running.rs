@@ -177,7 +177,8 @@ impl Running {
             b.set(total, sum)
         })?;
         let own = b.get(total)?;
-        let shared = Shared::new(b, self.units)?;
+        // Nothing is turned.
+        let shared = Shared { tiles: None, warps: Shared::warps(b, self.units)? };
         Ok(self.before(b, member, &shared, own)?.1)
     }
 
@@ -292,9 +293,14 @@ struct Shared {
 impl Shared {
     fn new(b: &mut KernelBuilder, units: Units) -> Built<Shared> {
         let tiles = if units.team > 1 { Some(b.shared(BYTES * small(units.group() * PADDED))?) } else { None };
-        let warps =
-            if units.team > WARP as usize { Some(b.shared(BYTES * small(units.group()) / WARP)?) } else { None };
-        Ok(Shared { tiles, warps })
+        Ok(Shared { tiles, warps: Shared::warps(b, units)? })
+    }
+
+    fn warps(b: &mut KernelBuilder, units: Units) -> Built<Option<Value>> {
+        if units.team <= WARP as usize {
+            return Ok(None);
+        }
+        b.shared(BYTES * small(units.group()) / WARP).map(Some)
     }
 
     /// Elements that lie as far apart as the team is large become neighbours, or the other way round. An item writes

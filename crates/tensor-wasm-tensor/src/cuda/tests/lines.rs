@@ -2,6 +2,10 @@
 //! which teams, parts and tiles change.
 
 use super::*;
+use crate::cuda::matrix::tests::{assemble, image};
+use crate::graph::op::Op;
+use crate::schedule::plan::{BufferView, Source, SpecialKernel};
+use crate::shape::{Layout, Shape};
 
 const TYPES: [DType; 7] = [DType::U8, DType::I32, DType::I64, DType::F16, DType::BF16, DType::F32, DType::F64];
 
@@ -174,7 +178,7 @@ fn chosen(sizes: &[usize], seed: u64, size: usize) -> Tensor {
     let x = Tensor::uniform(sizes, seed, DType::F64);
     let some = ((&x * (2 * size) as f64).floor() - size as f64).cast(DType::I64);
     let is_some = ((&x * 64.0).floor() % 2.0).lt(1.0);
-    let made = is_some.where_(&some, (size / 2) as i64);
+    let made = is_some.where_(&some, i64::try_from(size / 2).unwrap());
     made.realize().unwrap();
     made
 }
@@ -231,4 +235,42 @@ fn gradients_of_rows_that_are_chosen_are_those_of_a_cpu() {
     let x = normal(&[600], 1, DType::F32);
     same("an index beyond the end", 0.0, || x.scatter_add(0, &index, 9));
     same("and none", 1e-5, || x.scatter_add(0, &index, 10));
+}
+
+#[test]
+fn kernels_along_lines_are_assembled_without_spills() {
+    let view = |leaf: usize, sizes: &[usize], dtype: DType| {
+        let layout = Layout::contiguous(Shape::new(sizes).unwrap());
+        BufferView { source: Source::Leaf(leaf), layout, dtype }
+    };
+    let check = |name: &str, op: Op, inputs: Vec<BufferView>, sizes: &[usize], dtype: DType| {
+        let shape = Shape::new(sizes).unwrap();
+        let kernel = SpecialKernel { op, inputs, shape, dtype, slot: 0, node: 0, epilogue: None };
+        for (n, lowered) in special::lower(&kernel).unwrap().kernels.iter().enumerate() {
+            assemble(&image(&lowered.program), &format!("{name}_{n}"), false);
+        }
+    };
+    let lines: [(&str, &[usize], usize); 4] = [
+        ("rows", &[4096, 4096], 1),
+        ("columns", &[4096, 4096], 0),
+        ("long", &[2, 5_000_000], 1),
+        ("short", &[9999, 33], 1),
+    ];
+    for (name, sizes, axis) in lines {
+        for dtype in [DType::F32, DType::F64, DType::F16] {
+            let view = view(0, sizes, dtype);
+            let mut one = sizes.to_vec();
+            one[axis] = 1;
+            let name = |what: &str| format!("{what}_{name}_{dtype}");
+            check(&name("argmax"), Op::ArgReduce { axis, largest: true }, vec![view], &one, DType::I64);
+            check(&name("cumsum"), Op::Cumsum { axis, is_reverse: true }, vec![view], sizes, dtype);
+            check(&name("argsort"), Op::ArgSort { axis, is_descending: true }, vec![view], sizes, DType::I64);
+        }
+    }
+    for dtype in [DType::F32, DType::F64, DType::BF16] {
+        let (values, mut index) = (view(0, &[50_000, 256], dtype), view(1, &[50_000, 1], DType::I64));
+        index.layout = index.layout.expand(values.layout.shape);
+        let op = Op::ScatterAdd { axis: 0, size: 10_000 };
+        check(&format!("embedding_{dtype}"), op, vec![values, index], &[10_000, 256], dtype);
+    }
 }
