@@ -1,7 +1,6 @@
 //! Sorting by merging. Each team sorts a tile: an item sorts neighbours in registers, then runs of items are merged in
-//! shared memory. Where a line has several tiles, kernels merge pairs of runs until one is left, each team a tile of the
-//! result: where the result is cut both runs are found by bisection (the merge path), so that every team has as much to
-//! do as any other.
+//! shared memory. Where a line has several tiles, kernels merge pairs of runs until one is left. Each team makes a tile
+//! of the result, and searches where both runs are cut for it (the merge path), so that all have as much to do.
 //!
 //! What is sorted are entries: a key, which is compared as an integer, and the number of the element in its line. No
 //! two are equal, so that whatever sorts them keeps the order of equal elements.
@@ -10,10 +9,11 @@ use tensor_wasm_jit::Ty;
 use tensor_wasm_jit::build::{BinaryOp as B, BuildError, KernelBuilder, UnaryOp as U, Value, Variable};
 
 use super::{EACH, Line, Member, Units, lines_of, team};
-use crate::cuda::index::{small, times};
+use crate::cuda::index::{Indices, small, times};
 use crate::cuda::map::{Argument, GROUP, LoweredKernel, LoweredStep};
 use crate::cuda::numbers::{Built, Class, Numbers, Registers};
 use crate::cuda::special::{load_at, number_of, store_at};
+use crate::cuda::tile::WARP;
 use crate::schedule::plan::{Source, SpecialKernel};
 use crate::shape::Layout;
 
@@ -350,7 +350,10 @@ impl Sort {
             let first = b.binary(B::I32Sub, own, within)?;
             let second = b.binary(B::I32Add, first, run)?;
             let runs = Runs { first, first_len: run, second, second_len: run };
-            let merged = shared.merge(b, member, &runs, within, team * EACH / 2)?;
+            // Of a run's length and one possible numbers.
+            let first_rounds = b.i32(1 + EACH.trailing_zeros().cast_signed())?;
+            let rounds = b.binary(B::I32Add, first_rounds, level)?;
+            let merged = shared.merge(b, member, &runs, within, rounds)?;
             // Nobody writes before everybody has read.
             b.barrier()?;
             for ((key, beside), entry) in variables.iter().zip(merged) {
@@ -396,24 +399,27 @@ impl Sort {
             let tile_end = b.binary(B::I32Add, begin, tile)?;
             let tile_end = least(b, tile_end, end)?;
             let count = b.binary(B::I32Sub, tile_end, begin)?;
-            // Odd items look for the tile's end, even ones for its beginning, both at the same time.
+            // Odd warps look for the tile's end, even ones for its beginning, both at the same time.
             let one = b.i32(1)?;
-            let is_odd = b.binary(B::I32And, member.item, one)?;
-            let cut = b.select(is_odd, tile_end, begin)?;
-            let cut = b.binary(B::I32Sub, cut, first)?;
+            let (warp, lane) = Indices::default().divide(b, member.item, WARP)?;
+            let is_odd = b.binary(B::I32And, warp, one)?;
+            let merged = b.select(is_odd, tile_end, begin)?;
+            let merged = b.binary(B::I32Sub, merged, first)?;
             let (first_at, second_at) = (b.binary(B::I32Add, line, first)?, b.binary(B::I32Add, line, second)?);
             let last = b.binary(B::I32Add, line, end)?;
             let last = b.binary(B::I32Sub, last, one)?;
-            let found = bisect(b, (first_len, second_len), cut, run, |b, n, m| {
+            let found = cut(b, (first_len, second_len), merged, (lane, run), |b, n, m| {
                 let (x, y) = (b.binary(B::I32Add, first_at, n)?, b.binary(B::I32Add, second_at, m)?);
                 let (x, y) = (least(b, x, last)?, least(b, y, last)?);
                 let (x, y) = (self.kind.load(b, from, x)?, self.kind.load(b, from, y)?);
                 x.is_before(b, y)
             })?;
-            let two = b.i32(2)?;
-            let is_one = b.binary(B::I32LtU, member.item, two)?;
+            // One item of each of two warps.
+            let others = b.i32(!WARP.cast_signed())?;
+            let others = b.binary(B::I32And, member.item, others)?;
+            let is_one = b.unary(U::I32Eqz, others)?;
             b.begin_if(is_one, &[])?;
-            let address = b.element(cuts, member.item, 4)?;
+            let address = b.element(cuts, warp, 4)?;
             b.store(found, address, 0)?;
             b.end()?;
             b.barrier()?;
@@ -447,7 +453,8 @@ impl Sort {
             let own = least(b, own, count)?;
             let zero = b.i32(0)?;
             let runs = Runs { first: zero, first_len: in_first, second: in_first, second_len: in_second };
-            let merged = shared.merge(b, member, &runs, own, TILE)?;
+            let rounds = b.i32(1 + TILE.trailing_zeros().cast_signed())?;
+            let merged = shared.merge(b, member, &runs, own, rounds)?;
             b.barrier()?;
             shared.put_own(b, member, &merged)?;
             b.barrier()?;
@@ -468,31 +475,81 @@ fn least(b: &mut KernelBuilder, x: Value, y: Value) -> Built<Value> {
     b.select(is_less, x, y)
 }
 
-/// How many of the first run are among so many of the two merged, where neither run has more than `longest`.
-/// `is_before` says whether an entry of the first run is before one of the second; it is also asked about entries next
-/// to those of the runs, whatever it answers then.
+/// From how many to how many of the first run can be among so many of the two merged.
+fn possible(b: &mut KernelBuilder, (first_len, second_len): (Value, Value), merged: Value) -> Built<(Value, Value)> {
+    let (zero, high) = (b.i32(0)?, least(b, merged, first_len)?);
+    let is_beyond = b.binary(B::I32LtU, second_len, merged)?;
+    let low = b.binary(B::I32Sub, merged, second_len)?;
+    Ok((b.select(is_beyond, low, zero)?, high))
+}
+
+/// The entry of the second run that comes before an entry of the first, if that is not among so many of the two merged.
+fn other_side(b: &mut KernelBuilder, merged: Value, n: Value) -> Built<Value> {
+    let (other, one) = (b.binary(B::I32Sub, merged, n)?, b.i32(1)?);
+    let is_none = b.unary(U::I32Eqz, other)?;
+    let below = b.binary(B::I32Sub, other, one)?;
+    b.select(is_none, other, below)
+}
+
+/// The same as [`bisect`] by a whole warp, for runs in the device's memory: its items ask at as many places at once, as
+/// each answer takes some hundreds of cycles. Neither run has more than `longest`.
+fn cut(
+    b: &mut KernelBuilder,
+    lens: (Value, Value),
+    merged: Value,
+    (lane, longest): (Value, usize),
+    is_before: impl Fn(&mut KernelBuilder, Value, Value) -> Built<Value>,
+) -> Built<Value> {
+    let (mut low, mut high) = possible(b, lens, merged)?;
+    let places = WARP as usize;
+    let mut step = 1;
+    while step * places < longest {
+        step *= places;
+    }
+    while step > 0 {
+        // The last entry of each of as many parts as there are items: all of a part are among those merged, or it is
+        // the last that is looked through.
+        let (more, size) = (number_of(b, step - 1)?, number_of(b, step)?);
+        let n = times(b, lane, step.cast_signed())?;
+        let n = b.binary(B::I32Add, n, more)?;
+        let n = b.binary(B::I32Add, low, n)?;
+        let is_possible = b.binary(B::I32LtU, n, high)?;
+        let n = b.select(is_possible, n, low)?;
+        let other = other_side(b, merged, n)?;
+        let is_whole = is_before(b, n, other)?;
+        let mut count = b.binary(B::I32And, is_whole, is_possible)?;
+        let mut half = WARP / 2;
+        while half > 0 {
+            let other = b.shuffle(count, half)?;
+            count = b.binary(B::I32Add, count, other)?;
+            half /= 2;
+        }
+        let whole = b.binary(B::I32Mul, count, size)?;
+        low = b.binary(B::I32Add, low, whole)?;
+        let end = b.binary(B::I32Add, low, more)?;
+        high = least(b, end, high)?;
+        step /= places;
+    }
+    Ok(low)
+}
+
+/// How many of the first run are among so many of the two merged: halved so often, one number is left. `is_before`
+/// says whether an entry of the first run is before one of the second; it is also asked about entries next to those of
+/// the runs, whatever it answers then.
 fn bisect(
     b: &mut KernelBuilder,
     (first_len, second_len): (Value, Value),
     merged: Value,
-    longest: usize,
+    rounds: Value,
     is_before: impl Fn(&mut KernelBuilder, Value, Value) -> Built<Value>,
 ) -> Built<Value> {
-    let (zero, high) = (b.i32(0)?, least(b, merged, first_len)?);
-    let is_beyond = b.binary(B::I32LtU, second_len, merged)?;
-    let low = b.binary(B::I32Sub, merged, second_len)?;
-    let low = b.select(is_beyond, low, zero)?;
+    let (low, high) = possible(b, (first_len, second_len), merged)?;
     let (low, high) = (b.variable(low)?, b.variable(high)?);
-    // Of so many and one possible answers.
-    let rounds = b.i32(1 + longest.ilog2().cast_signed())?;
     b.count_to::<BuildError>(rounds, &[low, high], |b, _| {
         let (from, to, one) = (b.get(low)?, b.get(high)?, b.i32(1)?);
         let sum = b.binary(B::I32Add, from, to)?;
         let middle = b.binary(B::I32ShrU, sum, one)?;
-        let other = b.binary(B::I32Sub, merged, middle)?;
-        let none = b.unary(U::I32Eqz, other)?;
-        let below = b.binary(B::I32Sub, other, one)?;
-        let other = b.select(none, other, below)?;
+        let other = other_side(b, merged, middle)?;
         let is_more = is_before(b, middle, other)?;
         let is_open = b.binary(B::I32LtU, from, to)?;
         let is_more = b.binary(B::I32And, is_more, is_open)?;
@@ -561,10 +618,10 @@ impl Shared {
         member: &Member,
         runs: &Runs,
         from: Value,
-        longest: usize,
+        rounds: Value,
     ) -> Built<Vec<Entry>> {
         let Runs { first, first_len, second, second_len } = *runs;
-        let found = bisect(b, (first_len, second_len), from, longest, |b, n, m| {
+        let found = bisect(b, (first_len, second_len), from, rounds, |b, n, m| {
             let (x, y) = (b.binary(B::I32Add, first, n)?, b.binary(B::I32Add, second, m)?);
             let (x, y) = (self.load(b, member, x)?, self.load(b, member, y)?);
             x.is_before(b, y)
