@@ -217,8 +217,12 @@ fn same(what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
 }
 
 fn same_on(device: &Place, what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
+    same_in(&[Mode::Fused, Mode::Eager], device, what, tolerance, make);
+}
+
+fn same_in(modes: &[Mode], device: &Place, what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
     let expected = make().to_f64();
-    for mode in [Mode::Fused, Mode::Eager] {
+    for mode in modes.iter().copied() {
         let found = with_device(device, || {
             let tensor = make();
             Tensor::realize_in(&[&tensor], mode).and_then(|()| tensor.to_f64())

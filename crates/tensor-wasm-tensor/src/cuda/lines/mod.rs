@@ -89,7 +89,8 @@ fn kernel(
     let (end, last) = (number_of(&mut b, units.count())?, number_of(&mut b, units.count() - 1)?);
     let is_unit = b.binary(B::I32LtU, unit, end)?;
     let unit = b.select(is_unit, unit, last)?;
-    let (part, line) = indices.divide(&mut b, unit, small(units.lines))?;
+    let (part, line) =
+        if units.parts == 1 { (b.i32(0)?, unit) } else { indices.divide(&mut b, unit, small(units.lines))? };
     body(&mut b, &windows, &Member { item, in_team, line, part, is_unit })?;
     let groups = small(units.count().div_ceil(per_group));
     Ok(LoweredKernel { program: Program::Built(b.finish()?), groups, items: small(units.group()), arguments })
