@@ -54,6 +54,8 @@ def rows():
     wide = rand(8192, 4096, dtype=torch.bfloat16)
     wide_to, a_to = torch.empty_like(wide), torch.empty_like(a)
     q, k, v = (rand(16, 4096, 128, dtype=torch.bfloat16) for _ in range(3))
+    million, long = rand(1_000_000), rand(16 << 20)
+    words, rows_gradient = torch.randint(0, 10_000, (50_000,), device="cuda"), rand(50_000, 256)
     weights, gradient = rand(10_000_000), rand(10_000_000)
     weights.requires_grad_(True)
     weights.grad = gradient
@@ -103,6 +105,10 @@ def rows():
         "matmul/256": lambda: s @ t,
         "log_softmax/4096x10": lambda: torch.log_softmax(small, 1),
         "log_softmax_to_host/4096x10": lambda: torch.log_softmax(small, 1).cpu(),
+        "argmax/4096": lambda: a.argmax(1),
+        "argsort/1M": lambda: torch.argsort(million, stable=True),
+        "cumsum/16M": lambda: long.cumsum(0),
+        "embedding_gradient/50k": lambda: torch.ops.aten.embedding_dense_backward(rows_gradient, words, 10_000, -1, False),
         "matmul/4096/f32": lambda: a @ b,
         "matmul/4096/tf32": tf32,
         "matmul/4096/bf16": lambda: h @ g,

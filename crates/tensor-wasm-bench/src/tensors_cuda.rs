@@ -61,9 +61,19 @@ fn ours(device: &Device) -> anyhow::Result<Vec<Row>> {
         two("log_softmax/4096x10", (&small, &small), |x, _| x.log_softmax(1)),
         two("softmax/8192x4096", (&wide, &wide), |x, _| x.softmax(1)),
         two("layer_norm/8192x4096", (&wide, &wide), |x, _| x.layer_norm(1, 1e-5)),
+        two("argmax/4096", (&a, &b), |a, _| a.argmax(1)),
         two("matmul/4096/f32", (&a, &b), |a, b| a.matmul(b)),
         two("matmul/4096/bf16", (&h, &g), |h, g| h.matmul(g)),
     ];
+    let million = random(&[1_000_000], 16, f32)?;
+    rows.push(row("argsort/1M", move || million.argsort(0, false)));
+    let long = random(&[16 << 20], 17, f32)?;
+    rows.push(row("cumsum/16M", move || long.cumsum(0)));
+    // What an embedding of 10,000 words of 256 numbers gets back from 50,000 tokens.
+    let words = (Tensor::uniform(&[50_000, 1], 18, f32) * 10_000.0).floor().cast(DType::I64).to(device);
+    words.realize()?;
+    let gradient = random(&[50_000, 256], 19, f32)?;
+    rows.push(row("embedding_gradient/50k", move || gradient.scatter_add(0, &words.expand(&[50_000, 256]), 10_000)));
     let (x, y) = (h.clone(), g.clone());
     rows.push(row("matmul_bias_gelu/4096/bf16", move || (x.matmul(&y) + &bias).gelu()));
     rows.push(row("attention/16x4096x128", move || q.attention(&k, &v, false)));
@@ -206,6 +216,10 @@ pub(crate) fn compare(rounds: usize, raw: Option<&str>) -> anyhow::Result<()> {
         ("matmul/256", 6.0),
         ("log_softmax/4096x10", 6.0),
         ("log_softmax_to_host/4096x10", 12.0),
+        ("argmax/4096", 25.0),
+        ("argsort/1M", 150.0),
+        ("cumsum/16M", 75.0),
+        ("embedding_gradient/50k", 150.0),
         ("adam/10M", 75.0),
         ("mlp_step", 40.0),
     ] {

@@ -115,7 +115,8 @@ impl KernelWork {
             "matmul" | "contract" | "attention" | "attention_rows" | "attention_queries" | "attention_keys" => {
                 (names * elements, *flops as f64)
             }
-            _ => (SCATTERED * elements + names * elements, 0.0),
+            // Extremes are of more elements than there are results, and sorting looks at each several times.
+            _ => (SCATTERED * elements.max(*flops as f64) + names * elements, 0.0),
         };
         KernelWork { bytes, operations, flops, dtype: *dtype }
     }

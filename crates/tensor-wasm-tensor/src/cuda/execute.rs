@@ -533,7 +533,7 @@ impl PlanState {
 
 /// Sends the launches of a plan whose supervisor is to be asked in between, and waits for them: one by one until it is
 /// known what each takes, and then as many as take little together. What was quick says nothing of what comes after it:
-/// a sort after twenty sums may take minutes. How long all of them took.
+/// a product after twenty sums may take seconds. How long all of them took.
 fn send_watched(
     device: &CudaDevice,
     steps: &[GraphStep<'_>],

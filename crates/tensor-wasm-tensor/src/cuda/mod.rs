@@ -1,6 +1,6 @@
 //! CUDA as a device. Fused kernels are built with the kernel compiler's own operations and compiled by it without a
-//! fence: every access is inside by how the kernel is made (`map/mod.rs`, `special.rs`, with `index.rs` and
-//! `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), or else on
+//! fence: every access is inside by how the kernel is made (`map/mod.rs`, `special.rs`, `lines/mod.rs`, with `index.rs`
+//! and `numbers.rs`). Matrix products are done by the device's library where there is one (`product.rs`), or else on
 //! tensor cores (`matrix/mod.rs`, with `tile.rs`), and those of half precision as they are (`halves.rs`). A plan
 //! becomes a list of launches over one block of memory (`plan.rs`), sent together and replayed as a graph from its
 //! second run on (`execute.rs`), with branches where it has no order (`order.rs`).
@@ -9,6 +9,7 @@ mod attention;
 pub(crate) mod execute;
 mod halves;
 mod index;
+mod lines;
 mod map;
 mod matrix;
 mod numbers;

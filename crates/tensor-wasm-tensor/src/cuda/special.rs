@@ -2,14 +2,14 @@
 
 use tensor_wasm_jit::build::{Axis, BinaryOp as B, BuildError, IdKind, KernelBuilder, UnaryOp as U, Value, Variable};
 
-use super::attention;
 use super::index::{Axes, Indices, count, small, sum, times};
 use super::map::{Argument, GROUP, LoweredKernel, LoweredStep, OUT_OF_RANGE, Program, load_one, store_one};
 use super::numbers::{Built, Class, Numbers, Registers};
+use super::{attention, lines};
 use crate::dtype::DType;
 use crate::graph::op::{FoldedAxis, Op};
 use crate::schedule::plan::{BufferView, Source, SpecialKernel};
-use crate::shape::{AxisSet, Layout, RANK_MAX, Shape};
+use crate::shape::{AxisSet, Layout, RANK_MAX};
 
 /// Lowers an operation that is a kernel by itself, without what follows it.
 pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
@@ -22,11 +22,11 @@ pub(super) fn lower(kernel: &SpecialKernel) -> Built<LoweredStep> {
         Op::AttentionGradient { is_causal, of } => return attention::backward::gradient(kernel, *is_causal, *of),
         Op::Matmul => vec![matmul(kernel)?],
         Op::Contract { summed } => vec![contract(kernel, *summed)?],
-        Op::ArgReduce { axis, largest } => vec![arg_reduce(kernel, *axis, *largest)?],
-        Op::Cumsum { axis, is_reverse } => vec![cumsum(kernel, *axis, *is_reverse)?],
-        Op::ArgSort { axis, is_descending } => vec![arg_sort(kernel, *axis, *is_descending)?],
+        Op::ArgReduce { axis, largest } => return lines::arg_reduce(kernel, *axis, *largest),
+        Op::Cumsum { axis, is_reverse } => return lines::cumsum(kernel, *axis, *is_reverse),
+        Op::ArgSort { axis, is_descending } => return lines::arg_sort(kernel, *axis, *is_descending),
         Op::Gather { axis } => vec![gather(kernel, *axis)?],
-        Op::ScatterAdd { axis, size } => vec![scatter_add(kernel, *axis, *size)?],
+        Op::ScatterAdd { axis, size } => return lines::scatter_add(kernel, *axis, *size),
         Op::Place(corners) => place(kernel, corners)?,
         Op::Fold { last, before } => vec![fold(kernel, *last, *before)?],
         _ => return Err(BuildError::Structure { what: "an operation is no kernel by itself" }),
@@ -72,17 +72,17 @@ fn all(_: usize) -> bool {
 }
 
 /// Loads the element at a place.
-fn load_at(b: &mut KernelBuilder, dtype: DType, window: Value, place: Value) -> Built<Value> {
+pub(super) fn load_at(b: &mut KernelBuilder, dtype: DType, window: Value, place: Value) -> Built<Value> {
     let address = b.element(window, place, small(dtype.size()))?;
     load_one(b, dtype, address, 0)
 }
 
-fn store_at(b: &mut KernelBuilder, dtype: DType, value: Value, window: Value, place: Value) -> Built<()> {
+pub(super) fn store_at(b: &mut KernelBuilder, dtype: DType, value: Value, window: Value, place: Value) -> Built<()> {
     let address = b.element(window, place, small(dtype.size()))?;
     store_one(b, dtype, value, address, 0)
 }
 
-fn number_of(b: &mut KernelBuilder, number: usize) -> Built<Value> {
+pub(super) fn number_of(b: &mut KernelBuilder, number: usize) -> Built<Value> {
     b.i32(small(number).cast_signed())
 }
 
@@ -291,148 +291,16 @@ fn contract(kernel: &SpecialKernel, summed: AxisSet) -> Built<LoweredKernel> {
     })
 }
 
-// ---- lines along an axis
-
-/// A line of the input, and where its results go.
-struct Line {
-    from: Value,
-    stride: isize,
-    to: Value,
-    step: usize,
-}
-
-/// The line with a number, of a result that has some size along the axis.
-fn line(b: &mut KernelBuilder, view: &BufferView, shape: &Shape, axis: usize, number: Value) -> Built<Line> {
-    let mut indices = Indices::default();
-    let lines = view.layout.slice(axis, 0, 1, 1);
-    let place = indices.place(b, &Axes::of(&lines, |other| other != axis), number)?;
-    let from = sum(b, &[place], view.layout.offset)?;
-    let results = Layout::contiguous(*shape).slice(axis, 0, 1, 1);
-    let place = indices.place(b, &Axes::of(&results, |other| other != axis), number)?;
-    let to = sum(b, &[place], 0)?;
-    let step = shape[axis + 1..].iter().product();
-    Ok(Line { from, stride: view.layout.strides()[axis], to, step })
-}
-
-fn lines_of(shape: &Shape, axis: usize) -> usize {
-    shape.with(axis, 1).numel()
-}
-
-/// The first index of the largest or smallest element of each line; the first NaN wins.
-fn arg_reduce(kernel: &SpecialKernel, axis: usize, largest: bool) -> Built<LoweredKernel> {
-    let view = &kernel.inputs[0];
-    let class = Class::of(view.dtype);
-    let size = view.layout.shape[axis];
-    each(kernel, &kernel.inputs, "arg_reduce", lines_of(&kernel.shape, axis), |b, given, number| {
-        let line = line(b, view, &kernel.shape, axis, number)?;
-        let first = load_at(b, view.dtype, given.inputs[0], line.from)?;
-        let zero = b.i32(0)?;
-        let (best, at) = (b.variable(first)?, b.variable(zero)?);
-        let count = number_of(b, size)?;
-        b.count_to::<BuildError>(count, &[best, at], |b, n| {
-            let place = times(b, n, line.stride)?;
-            let place = b.binary(B::I32Add, line.from, place)?;
-            let value = load_at(b, view.dtype, given.inputs[0], place)?;
-            let (old, old_at) = (b.get(best)?, b.get(at)?);
-            let mut numbers = Numbers { b: &mut *b };
-            let is_more = if largest { numbers.lt(class, old, value)? } else { numbers.lt(class, value, old)? };
-            let (is_nan, was_nan) = (numbers.is_nan(class, value)?, numbers.is_nan(class, old)?);
-            let is_better = b.binary(B::I32Or, is_more, is_nan)?;
-            let was_number = b.unary(U::I32Eqz, was_nan)?;
-            let is_better = b.binary(B::I32And, is_better, was_number)?;
-            let (value, n) = (b.select(is_better, value, old)?, b.select(is_better, n, old_at)?);
-            b.set(best, value)?;
-            b.set(at, n)
-        })?;
-        let at = b.get(at)?;
-        let at = b.unary(U::I64ExtendI32U, at)?;
-        store_at(b, kernel.dtype, at, given.to, line.to)
-    })
-}
-
-/// Running sums, in as much precision as there is.
-fn cumsum(kernel: &SpecialKernel, axis: usize, is_reverse: bool) -> Built<LoweredKernel> {
-    let view = &kernel.inputs[0];
-    let wide_type = if kernel.dtype.is_float() { DType::F64 } else { DType::I64 };
-    let class = Class::of(wide_type);
-    let size = kernel.shape[axis];
-    each(kernel, &kernel.inputs, "cumsum", lines_of(&kernel.shape, axis), |b, given, number| {
-        let line = line(b, view, &kernel.shape, axis, number)?;
-        let zero = Numbers { b: &mut *b }.number(class, 0.0)?;
-        let total = b.variable(zero)?;
-        let count = number_of(b, size)?;
-        b.count_to::<BuildError>(count, &[total], |b, n| {
-            let n = if is_reverse {
-                let last = number_of(b, size - 1)?;
-                b.binary(B::I32Sub, last, n)?
-            } else {
-                n
-            };
-            let place = times(b, n, line.stride)?;
-            let place = b.binary(B::I32Add, line.from, place)?;
-            let value = load_at(b, view.dtype, given.inputs[0], place)?;
-            let before = b.get(total)?;
-            let mut numbers = Numbers { b: &mut *b };
-            let value = numbers.cast(view.dtype, wide_type, value)?;
-            let after = numbers.add(class, before, value)?;
-            let result = numbers.cast(wide_type, kernel.dtype, after)?;
-            let place = times(b, n, line.step.cast_signed())?;
-            let place = b.binary(B::I32Add, line.to, place)?;
-            store_at(b, kernel.dtype, result, given.to, place)?;
-            b.set(total, after)
-        })
-    })
-}
-
-/// Each element is put where as many come before it as do: all are compared with all, so long lines take long.
-fn arg_sort(kernel: &SpecialKernel, axis: usize, is_descending: bool) -> Built<LoweredKernel> {
-    let view = &kernel.inputs[0];
-    let class = Class::of(view.dtype);
-    let size = kernel.shape[axis];
-    each(kernel, &kernel.inputs, "arg_sort", kernel.shape.numel(), |b, given, number| {
-        let (number, own) = Indices::default().divide(b, number, small(size))?;
-        let line = line(b, view, &kernel.shape, axis, number)?;
-        let place = times(b, own, line.stride)?;
-        let place = b.binary(B::I32Add, line.from, place)?;
-        let value = load_at(b, view.dtype, given.inputs[0], place)?;
-        let zero = b.i32(0)?;
-        let rank = b.variable(zero)?;
-        let count = number_of(b, size)?;
-        b.count_to::<BuildError>(count, &[rank], |b, n| {
-            let place = times(b, n, line.stride)?;
-            let place = b.binary(B::I32Add, line.from, place)?;
-            let other = load_at(b, view.dtype, given.inputs[0], place)?;
-            let mut numbers = Numbers { b: &mut *b };
-            // NaN is larger than everything.
-            let (is_less, is_more) = (numbers.lt(class, other, value)?, numbers.lt(class, value, other)?);
-            let (other_nan, own_nan) = (numbers.is_nan(class, other)?, numbers.is_nan(class, value)?);
-            let (other_number, own_number) = (b.unary(U::I32Eqz, other_nan)?, b.unary(U::I32Eqz, own_nan)?);
-            let below_nan = b.binary(B::I32And, own_nan, other_number)?;
-            let is_less = b.binary(B::I32Or, is_less, below_nan)?;
-            let above = b.binary(B::I32And, other_nan, own_number)?;
-            let is_more = b.binary(B::I32Or, is_more, above)?;
-            let (is_before, is_after) = if is_descending { (is_more, is_less) } else { (is_less, is_more) };
-            // Equal ones keep their order.
-            let is_earlier = b.binary(B::I32LtU, n, own)?;
-            let is_not_after = b.unary(U::I32Eqz, is_after)?;
-            let is_earlier = b.binary(B::I32And, is_earlier, is_not_after)?;
-            let counts = b.binary(B::I32Or, is_before, is_earlier)?;
-            let before = b.get(rank)?;
-            let after = b.binary(B::I32Add, before, counts)?;
-            b.set(rank, after)
-        })?;
-        let rank = b.get(rank)?;
-        let place = times(b, rank, line.step.cast_signed())?;
-        let place = b.binary(B::I32Add, line.to, place)?;
-        let own = b.unary(U::I64ExtendI32U, own)?;
-        store_at(b, kernel.dtype, own, given.to, place)
-    })
-}
-
 // ---- elements that are chosen by indices
 
 /// An index as it may be given, from the end too. One that is beyond is told, and is the first then.
-fn checked(b: &mut KernelBuilder, kernel: &SpecialKernel, given: &Given, index: Value, size: usize) -> Built<Value> {
+pub(super) fn checked(
+    b: &mut KernelBuilder,
+    kernel: &SpecialKernel,
+    flags: Value,
+    index: Value,
+    size: usize,
+) -> Built<Value> {
     let (zero, count) = (b.i64(0)?, b.i64(i64::try_from(size).unwrap_or(i64::MAX))?);
     let from_end = b.binary(B::I64Add, index, count)?;
     let is_from_end = b.binary(B::I64LtS, index, zero)?;
@@ -441,9 +309,9 @@ fn checked(b: &mut KernelBuilder, kernel: &SpecialKernel, given: &Given, index: 
     let is_outside = b.unary(U::I32Eqz, is_inside)?;
     b.begin_if(is_outside, &[])?;
     let (code, node) = (b.i32(OUT_OF_RANGE.cast_signed())?, number_of(b, kernel.node)?);
-    b.store(index, given.flags, 8)?;
-    b.store(node, given.flags, 4)?;
-    b.store(code, given.flags, 0)?;
+    b.store(index, flags, 8)?;
+    b.store(node, flags, 4)?;
+    b.store(code, flags, 0)?;
     b.end()?;
     let at = b.select(is_inside, at, zero)?;
     b.unary(U::I32WrapI64, at)
@@ -461,7 +329,7 @@ fn gather(kernel: &SpecialKernel, axis: usize) -> Built<LoweredKernel> {
         let place = indices.place(b, &Axes::of(&chosen.layout, all), number)?;
         let place = sum(b, &[place], chosen.layout.offset)?;
         let index = load_at(b, DType::I64, given.inputs[1], place)?;
-        let index = checked(b, kernel, given, index, size)?;
+        let index = checked(b, kernel, given.flags, index, size)?;
         let start = indices.place(b, &Axes::of(&lines, all), number)?;
         let along = times(b, index, stride)?;
         let place = sum(b, &[start, Some(along)], lines.offset)?;
@@ -470,58 +338,15 @@ fn gather(kernel: &SpecialKernel, axis: usize) -> Built<LoweredKernel> {
     })
 }
 
-/// A work item for each element of the result looks for what is added to it, in order: the same sums every time.
-fn scatter_add(kernel: &SpecialKernel, axis: usize, size: usize) -> Built<LoweredKernel> {
-    let [view, chosen] = &kernel.inputs[..] else {
-        return Err(BuildError::Structure { what: "a scatter has two operands" });
-    };
-    let class = Class::of(kernel.dtype);
-    let count = view.layout.shape[axis];
-    each(kernel, &kernel.inputs, "scatter_add", kernel.shape.numel(), |b, given, number| {
-        let inner: usize = kernel.shape[axis + 1..].iter().product();
-        let mut indices = Indices::default();
-        let (outer, within) = indices.divide(b, number, small(inner))?;
-        let (outer, own) = indices.divide(b, outer, small(size))?;
-        let line_number = times(b, outer, inner.cast_signed())?;
-        let line_number = b.binary(B::I32Add, line_number, within)?;
-        let from = |b: &mut KernelBuilder, indices: &mut Indices, view: &BufferView| {
-            let lines = view.layout.slice(axis, 0, 1, 1);
-            let place = indices.place(b, &Axes::of(&lines, |other| other != axis), line_number)?;
-            sum(b, &[place], view.layout.offset)
-        };
-        let (values, numbers) = (from(b, &mut indices, view)?, from(b, &mut indices, chosen)?);
-        let zero = Numbers { b: &mut *b }.number(class, 0.0)?;
-        let total = b.variable(zero)?;
-        let count = number_of(b, count)?;
-        b.count_to::<BuildError>(count, &[total], |b, n| {
-            let place = times(b, n, chosen.layout.strides()[axis])?;
-            let place = b.binary(B::I32Add, numbers, place)?;
-            let index = load_at(b, DType::I64, given.inputs[1], place)?;
-            let index = checked(b, kernel, given, index, size)?;
-            let is_own = b.binary(B::I32Eq, index, own)?;
-            b.begin_if(is_own, &[total])?;
-            let place = times(b, n, view.layout.strides()[axis])?;
-            let place = b.binary(B::I32Add, values, place)?;
-            add_element(b, view.dtype, given.inputs[0], place, total)?;
-            b.end()
-        })?;
-        let total = b.get(total)?;
-        store_at(b, kernel.dtype, total, given.to, number)
-    })
-}
-
-/// Adds the element at a place to a sum, which is rounded as often as it is on a CPU.
-fn add_element(b: &mut KernelBuilder, dtype: DType, window: Value, place: Value, total: Variable) -> Built<()> {
-    let value = load_at(b, dtype, window, place)?;
-    let before = b.get(total)?;
-    let mut numbers = Numbers { b: &mut *b };
-    let after = numbers.add(Class::of(dtype), before, value)?;
-    let after = match dtype {
-        DType::U8 => numbers.cast(DType::I32, dtype, after)?,
-        DType::F16 | DType::BF16 => numbers.cast(DType::F32, dtype, after)?,
-        DType::Bool | DType::I32 | DType::I64 | DType::F32 | DType::F64 => after,
-    };
-    b.set(total, after)
+/// The sum and an element, rounded as often as it is on a CPU.
+pub(super) fn add_element(b: &mut KernelBuilder, dtype: DType, sum: Value, element: Value) -> Built<Value> {
+    let mut numbers = Numbers { b };
+    let after = numbers.add(Class::of(dtype), sum, element)?;
+    match dtype {
+        DType::U8 => numbers.cast(DType::I32, dtype, after),
+        DType::F16 | DType::BF16 => numbers.cast(DType::F32, dtype, after),
+        DType::Bool | DType::I32 | DType::I64 | DType::F32 | DType::F64 => Ok(after),
+    }
 }
 
 // ---- elements that are put somewhere else
@@ -613,7 +438,10 @@ fn fold(kernel: &SpecialKernel, last: FoldedAxis, before: Option<FoldedAxis>) ->
                 place = b.binary(B::I32Add, place, along)?;
             }
             b.begin_if(is_inside, &[total])?;
-            add_element(b, view.dtype, given.inputs[0], place, total)?;
+            let value = load_at(b, view.dtype, given.inputs[0], place)?;
+            let before = b.get(total)?;
+            let after = add_element(b, view.dtype, before, value)?;
+            b.set(total, after)?;
             b.end()
         })?;
         let total = b.get(total)?;

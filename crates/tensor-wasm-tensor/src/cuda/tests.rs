@@ -1,6 +1,7 @@
 //! Plans for a GPU, run where there is none: the device is the CPU's, and what it is given to run is PTX, which the
 //! compiler's emulator does, work item by work item. Everything else is as it is with a driver.
 
+mod lines;
 mod products;
 mod snapshots;
 mod uploads;
@@ -216,8 +217,12 @@ fn same(what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
 }
 
 fn same_on(device: &Place, what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
+    same_in(&[Mode::Fused, Mode::Eager], device, what, tolerance, make);
+}
+
+fn same_in(modes: &[Mode], device: &Place, what: &str, tolerance: f64, make: impl Fn() -> Tensor) {
     let expected = make().to_f64();
-    for mode in [Mode::Fused, Mode::Eager] {
+    for mode in modes.iter().copied() {
         let found = with_device(device, || {
             let tensor = make();
             Tensor::realize_in(&[&tensor], mode).and_then(|()| tensor.to_f64())

@@ -178,7 +178,16 @@ fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
                     2 * both.map_or(0, |shape| shape.numel() as u64)
                 }
                 // Comparisons, and a move for each.
-                Op::ArgSort { axis, .. } => 2 * count * u64::from(special.shape[axis].max(2).ilog2()),
+                Op::ArgSort { axis, .. } => sort_flops(count, special.shape[axis]),
+                Op::ArgReduce { .. } => special.inputs.first().map_or(0, |view| view.layout.shape.numel() as u64),
+                Op::Cumsum { .. } => count,
+                // An addition for each, and as much as sorting the indices takes, which a GPU does.
+                Op::ScatterAdd { axis, .. } => {
+                    let of = |view: &BufferView| (touched(view) / view.dtype.size().max(1)) as u64;
+                    let added = special.inputs.first().map_or(0, |view| view.layout.shape.numel() as u64);
+                    let sorted = special.inputs.get(1).map_or(0, |view| sort_flops(of(view), view.layout.shape[axis]));
+                    added + sorted
+                }
                 _ => 0,
             };
             ExplainedKernel {
@@ -195,6 +204,11 @@ fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
             }
         }
     }
+}
+
+/// Of sorting so many elements, each in a line of so many.
+fn sort_flops(count: u64, len: usize) -> u64 {
+    2 * count * u64::from(len.max(2).ilog2())
 }
 
 /// Of so many products as wide as keys and as values, for each head of a shape.
@@ -390,6 +404,20 @@ mod tests {
         let eager = x.matmul(&w) * (normal(&[70, 65], 4).exp() + 1.0);
         Tensor::realize_in(&[&eager], Mode::Eager).unwrap();
         assert_eq!(late, eager.to_vec::<f32>().unwrap());
+    }
+
+    #[test]
+    fn what_goes_along_lines_is_counted() {
+        let x = Tensor::normal(&[64, 100], 1, DType::F32);
+        let index = Tensor::zeros(&[64, 1], DType::I64);
+        Tensor::realize_all(&[&x, &index]).unwrap();
+        let flops = |tensor: &Tensor| tensor.explain().unwrap().kernels.iter().map(|kernel| kernel.flops).sum::<u64>();
+        let all = 64 * 100;
+        assert_eq!(flops(&x.argmax(1)), all, "elements, not results");
+        assert_eq!(flops(&x.cumsum(0)), all);
+        assert_eq!(flops(&x.argsort(1, false)), 2 * 6 * all);
+        // A line of 64 indices for all columns is sorted once.
+        assert_eq!(flops(&x.scatter_add(0, &index.expand(&[64, 100]), 7)), all + 2 * 6 * 64);
     }
 
     #[test]

@@ -10,7 +10,7 @@ mod single;
 mod small;
 mod store;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 mod warpgroups;
 mod warps;
 

@@ -18,7 +18,7 @@ use crate::shape::{Layout, Shape};
 /// Where buffers are, each far from the next.
 const BUFFERS_AT: u64 = 1 << 32;
 
-fn image(program: &Program) -> KernelImage {
+pub(in crate::cuda) fn image(program: &Program) -> KernelImage {
     match program {
         Program::Built(built) => built.compile_trusted().unwrap(),
         Program::Product(_) => panic!("no library is asked"),
@@ -26,7 +26,7 @@ fn image(program: &Program) -> KernelImage {
 }
 
 /// Assembles a kernel, where there is an assembler, and says what it makes of it.
-fn assemble(image: &KernelImage, name: &str, may_spill: bool) {
+pub(in crate::cuda) fn assemble(image: &KernelImage, name: &str, may_spill: bool) {
     let installed = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/ptxas/ptxas");
     let is_there = |ptxas: &&str| Command::new(ptxas).arg("--version").output().is_ok_and(|out| out.status.success());
     let Some(ptxas) = [installed, "ptxas"].into_iter().find(is_there) else {

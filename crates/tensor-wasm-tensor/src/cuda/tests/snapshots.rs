@@ -44,6 +44,24 @@ const CASES: &[Case] = &[
         make: |of| vec![of[0].sum(0)],
     },
     Case {
+        name: "argmax",
+        shows: "The largest of each row: items load neighbours, and exchange what they have found in a butterfly.",
+        leaves: &[&[12, 100]],
+        make: |of| vec![of[0].argmax(1)],
+    },
+    Case {
+        name: "cumsum",
+        shows: "Running sums in double precision: four items have a row, by turns as neighbours and apart.",
+        leaves: &[&[6, 30]],
+        make: |of| vec![of[0].cumsum(1)],
+    },
+    Case {
+        name: "argsort",
+        shows: "A line of two tiles: each is sorted in shared memory, and a second kernel merges both.",
+        leaves: &[&[2100]],
+        make: |of| vec![of[0].argsort(0, false)],
+    },
+    Case {
         name: "adam",
         shows: "Two steps of Adam, a kernel each: both means and the new value are one pass, with scalars from memory.",
         leaves: &[&[48], &[48], &[48]],
