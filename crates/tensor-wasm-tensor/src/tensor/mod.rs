@@ -168,8 +168,9 @@ impl Tensor {
         {
             // Straight into the vector: who has that will hardly ask again, so no copy is kept beside it.
             let count = self.numel();
+            let begun = buffer.read_ahead(count * size_of::<T>()).map_err(failed)?;
             let mut all = self.collected(count, "to_vec", at, |_| ())?;
-            CpuBuffer::fill_vec(&mut all, count, |bytes| buffer.read_to(bytes)).map_err(failed)?;
+            CpuBuffer::fill_vec(&mut all, count, |bytes| buffer.read_begun(begun, bytes)).map_err(failed)?;
             return Ok(all);
         }
         let buffer = value.storage.cpu().map_err(failed)?;
