@@ -67,7 +67,7 @@ mod exports {
     pub use crate::backend::cpu::memory::HostMemory;
     pub use crate::choice::{DeviceChoice, Unavailable, optional_libraries};
     pub use crate::device::arena::{Handle, MemoryStats, buffer_bytes};
-    pub use crate::device::copy::block_on;
+    pub use crate::device::copy::{PendingRead, block_on};
     pub use crate::device::launch::{Graph, GraphStep, Grid, Kernel, KernelInfo, Module};
     pub use crate::device::params::{Param, Params};
     pub use crate::device::pinned::{Pinned, PinnedMapping};

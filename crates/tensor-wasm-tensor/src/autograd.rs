@@ -2,13 +2,15 @@
 //! fused as going forwards is, and gradients have gradients.
 
 use std::cell::Cell;
-use std::collections::HashMap;
 use std::panic::Location;
 use std::sync::Arc;
+
+use smallvec::{SmallVec, smallvec};
 
 use crate::dtype::DType;
 use crate::error::{ErrorKind, Result, TensorError, asked_as};
 use crate::graph::Node;
+use crate::graph::numbers::Numbers;
 use crate::graph::op::{
     ATTENTION_ROWS, AttentionInput, BinaryOp, FoldedAxis, Movement, Op, ReduceOp, UnaryOp, packed_values_start,
 };
@@ -58,82 +60,124 @@ impl Tensor {
         }
         let op = Op::Move(Movement::Reshape);
         let at = Location::caller();
-        Tensor { node: Node::new(op, vec![self.node.clone()], self.shape(), self.dtype(), false, at) }
+        Tensor { node: Node::new(op, smallvec![self.node.clone()], self.shape(), self.dtype(), false, at) }
     }
 }
 
 /// The gradients of a single number with respect to tensors. Nothing is computed yet.
 #[track_caller]
 pub fn grad(of: &Tensor, with_respect_to: &[&Tensor]) -> Result<Vec<Tensor>> {
-    grad_at(of, with_respect_to, "grad", Location::caller())
+    let at = Location::caller();
+    NodeGradients::of(reachable(&of.node)).of_number(of, "grad", at)?.found(with_respect_to, "grad", at)
 }
 
-pub(crate) fn grad_at(
-    of: &Tensor,
-    with_respect_to: &[&Tensor],
-    operation: &'static str,
-    at: Caller,
-) -> Result<Vec<Tensor>> {
-    of.check()?;
-    let error = |what| Err(TensorError::new(operation, what, at));
-    if of.numel() != 1 {
-        return error(ErrorKind::NotScalar { shape: of.shape().to_vec() });
-    }
-    if !of.requires_grad() {
-        return error(ErrorKind::NoGradient);
-    }
-    let one = Tensor::fill(1.into(), of.shape(), of.dtype(), at);
-    let gradients = flow_back(of, one, &[], operation, at)?;
-    let found = |(input, tensor): (usize, &&Tensor)| match gradients.get(&tensor.node.id) {
-        Some(gradient) => Ok(gradient.clone()),
-        None if tensor.requires_grad() => Ok(Tensor::fill(0.into(), tensor.shape(), tensor.dtype(), at)),
-        None => Err(TensorError::new(operation, ErrorKind::NotAsked { input }, at)),
-    };
-    with_respect_to.iter().enumerate().map(found).collect()
+/// Gradients of nodes, as far as they are known.
+pub(crate) struct NodeGradients {
+    /// Those that gradients flow through, and those that they stop at, the last made first.
+    nodes: Vec<Arc<Node>>,
+    known: Vec<Option<Tensor>>,
 }
 
-/// Gradients of all nodes that a tensor is made of, from its own, by their ids. Nodes to stop at get what flows to
-/// them, and nothing flows through them.
-fn flow_back(
-    of: &Tensor,
-    gradient: Tensor,
-    stops: &[Tensor],
-    operation: &'static str,
-    at: Caller,
-) -> Result<HashMap<u64, Tensor>> {
-    let error = |what| Err(TensorError::new(operation, what, at));
-    let mut gradients = HashMap::from([(of.node.id, gradient)]);
-    for node in reachable_before(&of.node, stops) {
-        let Some(gradient) = gradients.get(&node.id).cloned() else { continue };
-        // Whatever uses it was made later and came before: it is whole.
-        let gradient = train::fire(&node, gradient);
-        gradient.check()?;
-        if (gradient.shape(), gradient.dtype()) != (node.shape, node.dtype) {
-            let expected = format!("a gradient of shape {} of {}", node.shape, node.dtype);
-            return error(ErrorKind::WrongShape { found: gradient.shape().to_vec(), expected });
+impl NodeGradients {
+    pub(crate) fn of(nodes: Vec<Arc<Node>>) -> NodeGradients {
+        NodeGradients { known: vec![None; nodes.len()], nodes }
+    }
+
+    pub(crate) fn nodes(&self) -> &[Arc<Node>] {
+        &self.nodes
+    }
+
+    fn position(&self, node: &Node) -> Option<usize> {
+        self.nodes.binary_search_by(|other| node.id.cmp(&other.id)).ok()
+    }
+
+    fn get(&self, node: &Node) -> Option<&Tensor> {
+        self.position(node).and_then(|at| self.known[at].as_ref())
+    }
+
+    /// The gradients of a single number, with respect to some that it may be made of.
+    pub(crate) fn of_number(self, of: &Tensor, operation: &'static str, at: Caller) -> Result<NodeGradients> {
+        of.check()?;
+        let error = |what| Err(TensorError::new(operation, what, at));
+        if of.numel() != 1 {
+            return error(ErrorKind::NotScalar { shape: of.shape().to_vec() });
         }
-        gradients.insert(node.id, gradient.clone());
-        let recipe = node.state.lock().recipe.clone();
-        let Some(recipe) = recipe else { return error(ErrorKind::GraphFreed) };
-        let output = Tensor { node: node.clone() };
-        let inputs: Vec<Tensor> = recipe.inputs.iter().map(|input| Tensor { node: input.clone() }).collect();
-        // What is asked for with respect to itself ends there, as does what was made from something without gradients.
-        if !inputs.iter().any(Tensor::requires_grad) {
-            continue;
+        if !of.requires_grad() {
+            return error(ErrorKind::NoGradient);
         }
-        // What goes wrong on the way back is said of the operation that is gone back through, and of its line.
-        let name = node.asked.unwrap_or_else(|| recipe.op.name());
-        let parts = asked_as(name, node.at, || pull_back(&recipe.op, &inputs, &output, &gradient, at));
-        for (input, part) in inputs.iter().zip(parts) {
-            let Some(part) = part.filter(|_| input.requires_grad()) else { continue };
-            let sum = match gradients.get(&input.node.id) {
-                Some(known) => known + part,
-                None => part,
+        let one = Tensor::fill(1.into(), of.shape(), of.dtype(), at);
+        self.flow_back(of, one, &[], operation, at)
+    }
+
+    /// Those of some tensors; zero where nothing flowed.
+    pub(crate) fn found(
+        &self,
+        with_respect_to: &[&Tensor],
+        operation: &'static str,
+        at: Caller,
+    ) -> Result<Vec<Tensor>> {
+        let found = |(input, tensor): (usize, &&Tensor)| match self.get(&tensor.node) {
+            Some(gradient) => Ok(gradient.clone()),
+            None if tensor.requires_grad() => Ok(Tensor::fill(0.into(), tensor.shape(), tensor.dtype(), at)),
+            None => Err(TensorError::new(operation, ErrorKind::NotAsked { input }, at)),
+        };
+        with_respect_to.iter().enumerate().map(found).collect()
+    }
+
+    /// Gradients of all nodes that a tensor is made of, from its own. Nodes to stop at get what flows to them, and
+    /// nothing flows through them.
+    fn flow_back(
+        mut self,
+        of: &Tensor,
+        gradient: Tensor,
+        stops: &[Tensor],
+        operation: &'static str,
+        at: Caller,
+    ) -> Result<NodeGradients> {
+        let error = |what| Err(TensorError::new(operation, what, at));
+        if let Some(first) = self.position(&of.node) {
+            self.known[first] = Some(gradient);
+        }
+        for n in 0..self.nodes.len() {
+            let node = self.nodes[n].clone();
+            if stops.iter().any(|stop| stop.node.id == node.id) {
+                continue;
+            }
+            let Some(gradient) = self.known[n].take() else { continue };
+            // Whatever uses it was made later and came before: it is whole.
+            let gradient = train::fire(&node, gradient);
+            gradient.check()?;
+            if (gradient.shape(), gradient.dtype()) != (node.shape, node.dtype) {
+                let expected = format!("a gradient of shape {} of {}", node.shape, node.dtype);
+                return error(ErrorKind::WrongShape { found: gradient.shape().to_vec(), expected });
+            }
+            self.known[n] = Some(gradient.clone());
+            let (op, inputs) = match &node.state.lock().recipe {
+                // What is asked for with respect to itself ends there, as does what was made from something without
+                // gradients.
+                Some(recipe) if !recipe.inputs.iter().any(|input| input.requires_grad) => continue,
+                Some(recipe) => {
+                    let inputs = recipe.inputs.iter().map(|input| Tensor { node: input.clone() });
+                    (recipe.op.clone(), inputs.collect::<SmallVec<[Tensor; 2]>>())
+                }
+                None => return error(ErrorKind::GraphFreed),
             };
-            gradients.insert(input.node.id, sum);
+            let output = Tensor { node };
+            // What goes wrong on the way back is said of the operation that is gone back through, and of its line.
+            let name = output.node.asked.unwrap_or_else(|| op.name());
+            let parts = asked_as(name, output.node.at, || pull_back(&op, &inputs, &output, &gradient, at));
+            for (input, part) in inputs.iter().zip(parts) {
+                let Some(part) = part.filter(|_| input.requires_grad()) else { continue };
+                let Some(position) = self.position(&input.node) else { continue };
+                let sum = match &self.known[position] {
+                    Some(known) => known + part,
+                    None => part,
+                };
+                self.known[position] = Some(sum);
+            }
         }
+        Ok(self)
     }
-    Ok(gradients)
 }
 
 /// Everything that gradients flow through, the last made first.
@@ -141,22 +185,32 @@ pub(crate) fn reachable(from: &Arc<Node>) -> Vec<Arc<Node>> {
     reachable_before(from, &[])
 }
 
-/// The same without some nodes, and what only they are made of.
+/// The same without what only some nodes are made of: those are the last.
 fn reachable_before(from: &Arc<Node>, stops: &[Tensor]) -> Vec<Arc<Node>> {
-    let mut found: HashMap<u64, Arc<Node>> = HashMap::new();
-    let mut left = vec![from.clone()];
-    while let Some(node) = left.pop() {
-        let is_stop = stops.iter().any(|stop| stop.node.id == node.id);
-        if node.requires_grad && !is_stop && !found.contains_key(&node.id) {
-            if let Some(recipe) = &node.state.lock().recipe {
-                left.extend(recipe.inputs.iter().cloned());
-            }
-            found.insert(node.id, node);
-        }
+    let (mut found, mut seen) = (Vec::new(), Numbers::default());
+    if from.requires_grad {
+        seen.of(from.id, 0);
+        found.push(from.clone());
     }
-    let mut sorted: Vec<Arc<Node>> = found.into_values().collect();
-    sorted.sort_unstable_by_key(|node| std::cmp::Reverse(node.id));
-    sorted
+    let mut at = 0;
+    let mut new: Vec<Arc<Node>> = Vec::new();
+    while let Some(node) = found.get(at) {
+        if stops.iter().all(|stop| stop.node.id != node.id)
+            && let Some(recipe) = &node.state.lock().recipe
+        {
+            for input in recipe.inputs.iter().filter(|input| input.requires_grad) {
+                let next = found.len() + new.len();
+                let next = u32::try_from(next).unwrap_or(u32::MAX);
+                if seen.of(input.id, next) == next {
+                    new.push(input.clone());
+                }
+            }
+        }
+        found.append(&mut new);
+        at += 1;
+    }
+    found.sort_unstable_by_key(|node| std::cmp::Reverse(node.id));
+    found
 }
 
 /// Sums up what was repeated.
@@ -317,7 +371,7 @@ fn signed(axis: usize) -> isize {
     isize::try_from(axis).unwrap_or(isize::MAX)
 }
 
-/// Gradients of attention's queries, keys and values: each as the composed one says, and as kernels do that recompute
+/// NodeGradients of attention's queries, keys and values: each as the composed one says, and as kernels do that recompute
 /// scores tile by tile. Which of the two is decided when it is computed.
 fn pull_back_attention(
     is_causal: bool,
@@ -329,7 +383,9 @@ fn pull_back_attention(
     let mut parts = vec![None; inputs.len()];
     let [queries, keys, values, composed] = inputs else { return parts };
     let operands = [queries, keys, values];
-    let composed = match flow_back(composed, g.clone(), &inputs[..operands.len()], "attention", at) {
+    let stops = &inputs[..operands.len()];
+    let before = NodeGradients::of(reachable_before(&composed.node, stops));
+    let composed = match before.flow_back(composed, g.clone(), stops, "attention", at) {
         Ok(composed) => composed,
         Err(error) => return vec![Some(Tensor::holding(error)); inputs.len()],
     };
@@ -338,7 +394,7 @@ fn pull_back_attention(
     let is_same = |a: usize, b: usize| operands[a].node.id == operands[b].node.id;
     for (n, operand) in operands.into_iter().enumerate() {
         // What is all of them, or two, has the sum, once.
-        let Some(composed) = composed.get(&operand.node.id).filter(|_| !(0..n).any(|other| is_same(n, other))) else {
+        let Some(composed) = composed.get(&operand.node).filter(|_| !(0..n).any(|other| is_same(n, other))) else {
             continue;
         };
         let own = (n..operands.len()).filter(|other| is_same(n, *other)).filter_map(|other| by_kernels[other].clone());

@@ -8,8 +8,8 @@ use rand::{Rng, SeedableRng};
 
 use crate::autograd;
 use crate::dtype::DType;
-use crate::graph::Node;
 use crate::graph::op::{BinaryOp, Movement, Op, ReduceOp, UnaryOp};
+use crate::graph::{Inputs, Node};
 use crate::schedule::Mode;
 use crate::shape::Shape;
 use crate::tensor::{Convolution, Tensor, Window};
@@ -125,7 +125,7 @@ fn evaluate(node: &Node, known: &mut HashMap<u64, Reference>) {
     }
     let (recipe, value) = {
         let state = node.state.lock();
-        (state.recipe.clone(), state.value.clone())
+        (state.recipe.clone(), state.value.as_deref().cloned())
     };
     let shape = node.shape;
     let elements: Vec<f64> = match (&recipe, &value) {
@@ -330,7 +330,7 @@ fn described(tensor: &Tensor) -> String {
     let mut lines = std::collections::BTreeMap::new();
     while let Some(node) = left.pop() {
         let recipe = node.state.lock().recipe.clone();
-        let (op, inputs) = recipe.map_or((Op::Data, Vec::new()), |recipe| (recipe.op, recipe.inputs));
+        let (op, inputs) = recipe.map_or((Op::Data, Inputs::new()), |recipe| (recipe.op, recipe.inputs));
         let ids: Vec<u64> = inputs.iter().map(|input| input.id).collect();
         let shown: Vec<f64> = known[&node.id].elements.iter().take(12).copied().collect();
         lines.insert(node.id, format!("{} = {op:?} {ids:?} {} {shown:?}", node.id, node.shape));

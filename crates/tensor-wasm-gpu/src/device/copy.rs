@@ -28,6 +28,24 @@ const _: () = assert!(PIECE_BYTES as u64 <= BLOCK_BYTES);
 /// Threads that share a large copy.
 const COPY_THREADS_MAX: usize = 8;
 
+/// A copy to ordinary memory that is under way, for whoever has no memory for it yet.
+pub struct PendingRead {
+    completion: Completion,
+    bytes: usize,
+}
+
+impl PendingRead {
+    /// Waits for it. The bytes are as many as were asked for.
+    pub fn finish(self, bytes: &mut [u8]) -> Result<(), DeviceError> {
+        if bytes.len() != self.bytes {
+            let why = format!("{} bytes are read, and {} were asked for", bytes.len(), self.bytes);
+            return Err(DeviceError::BadLaunch { why });
+        }
+        let Completion(ticket) = self.completion;
+        ticket.wait(|kept| copy_out(kept, bytes)).map(drop)
+    }
+}
+
 impl Stream {
     /// Copies within or between buffers.
     pub fn copy(&self, from: (Handle, u64), to: (Handle, u64), bytes: u64) -> Result<Completion, DeviceError> {
@@ -205,7 +223,18 @@ impl Stream {
         }
     }
 
-    /// The same in this thread and, for large copies, some helpers.
+    /// Begins to copy a buffer to ordinary memory, which it passes to in one piece: memory can be had for it meanwhile.
+    /// None where it takes several pieces, or none, or where others have all of staging.
+    pub fn read_ahead(&self, buffer: Handle, offset: u64, bytes: usize) -> Result<Option<PendingRead>, DeviceError> {
+        if bytes <= PAYLOAD_BYTES_MAX || bytes > index(BLOCK_BYTES) {
+            return Ok(None);
+        }
+        let Some(block) = self.state.bound()?.link.staging.try_block() else { return Ok(None) };
+        let completion = self.read_block(block, buffer, offset, bytes as u64)?;
+        Ok(Some(PendingRead { completion, bytes }))
+    }
+
+    /// [`Stream::read`] in this thread and, for large copies, some helpers.
     pub fn read_blocking(&self, buffer: Handle, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
         if bytes.len() < PARALLEL_BYTES_MIN {
             return block_on(self.read(buffer, offset, bytes));

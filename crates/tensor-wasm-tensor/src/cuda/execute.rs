@@ -1,20 +1,21 @@
 //! Runs plans on a GPU.
 
 use std::cell::Cell;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{Graph, GraphStep, Handle, Param, Params, Stream, block_on, buffer_bytes};
 
 use super::map::FLAGS_BYTES;
-use super::plan::{CudaPlan, LaunchArgument, output_of};
+use super::plan::{CudaLaunch, CudaPlan, LaunchArgument, output_of};
 use super::product::WORKSPACE_BYTES;
 use super::{CudaBuffer, CudaDevice, Pending, failed};
 use crate::account;
 use crate::cpu::register_of;
 use crate::dtype::DType;
 use crate::error::ErrorKind;
+use crate::graph::numbers::Numbers;
 use crate::graph::{Storage, Value};
 use crate::schedule::plan::{BufferView, Parameter, Plan, Source, Step, ValueKind};
 
@@ -82,7 +83,11 @@ pub fn round_trips() -> u64 {
 
 /// A plan as a device has it, once it has run there.
 #[derive(Default)]
-pub(crate) struct CudaKernels(Mutex<Kept>);
+pub(crate) struct CudaKernels {
+    kept: Mutex<Kept>,
+    /// What the numbers that come with a run are read as.
+    word_types: OnceLock<Vec<DType>>,
+}
 
 #[derive(Default)]
 struct Kept {
@@ -94,15 +99,41 @@ struct Kept {
 /// A plan's launches as they were recorded.
 struct PlanGraph {
     graph: Graph,
-    /// For each argument of each launch which of the run's buffers it is. Leaves may share one, others in each run:
-    /// that all buffers lie where they lay does not say that each is what it was.
+    /// For each buffer that the plan names which of the run's it is. Leaves may share one, others in each run: that all
+    /// buffers lie where they lay does not say that each is what it was.
     buffers: Vec<u16>,
+}
+
+/// A buffer as a plan names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PlanBuffer {
+    Leaf(usize),
+    Output(usize),
+    Block,
+    Words,
+    Workspace,
+}
+
+/// The buffer that an argument is in, and where.
+fn named_by(argument: &LaunchArgument) -> (PlanBuffer, u64) {
+    match *argument {
+        LaunchArgument::Leaf(leaf, from) => (PlanBuffer::Leaf(leaf), from),
+        LaunchArgument::Output(at, from) => (PlanBuffer::Output(at), from),
+        LaunchArgument::Block(offset) => (PlanBuffer::Block, offset),
+        LaunchArgument::Parameters(first) => (PlanBuffer::Words, (FLAGS_BYTES + WORD_BYTES * first) as u64),
+        LaunchArgument::Flags => (PlanBuffer::Words, 0),
+        LaunchArgument::Workspace => (PlanBuffer::Workspace, 0),
+    }
 }
 
 /// What a plan keeps on the device between two runs.
 struct PlanState {
     device: CudaDevice,
     lowered: CudaPlan,
+    /// The buffers of its launches, each once, in the order they are named first.
+    named: Vec<PlanBuffer>,
+    /// Of a run's buffers, while it is sent: some of those named may be the same.
+    numbers: Numbers,
     block: Option<CudaBuffer>,
     /// Flags, and then the numbers that come with each run.
     words: CudaBuffer,
@@ -153,10 +184,10 @@ fn try_execute(
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let last = plan.steps.last().map_or(0, Step::node);
-    let words = words_of(plan, parameters);
+    let words = kernels.words_of(plan, parameters);
     let mut kept = loop {
         // Whoever has it may wait for the device, for as long as a plan takes.
-        match kernels.0.try_lock_for(LOCK_PERIOD) {
+        match kernels.kept.try_lock_for(LOCK_PERIOD) {
             Some(kept) => break kept,
             None => account::check_stopped().map_err(|what| (last, what))?,
         }
@@ -180,19 +211,32 @@ fn try_execute(
 impl CudaKernels {
     /// Lets go of what is kept for the next run, unless there is one now.
     pub(crate) fn give_back(&self) {
-        let kept = self.0.try_lock().and_then(|mut kept| kept.state.take());
+        let kept = self.kept.try_lock().and_then(|mut kept| kept.state.take());
         drop(kept);
     }
 
     /// The numbers of a run that the plan would be lowered for.
     pub(crate) fn words(&self, plan: &Plan, parameters: &[Parameter]) -> Option<Vec<u8>> {
-        (!self.0.lock().numbers_change).then(|| words_of(plan, parameters))
+        (!self.kept.lock().numbers_change).then(|| self.words_of(plan, parameters))
+    }
+
+    /// Numbers that come with a run, as a kernel reads them.
+    fn words_of(&self, plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
+        let types = self.word_types.get_or_init(|| word_types(plan, parameters.len()));
+        let mut words = Vec::with_capacity(WORD_BYTES * parameters.len());
+        for (parameter, dtype) in parameters.iter().zip(types) {
+            words.extend_from_slice(&match parameter {
+                Parameter::Scalar(scalar) => register_of(*scalar, *dtype),
+                Parameter::Seed(seed) => seed.to_le_bytes(),
+            });
+        }
+        words
     }
 }
 
-/// Numbers that come with a run, as a kernel reads them.
-fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
-    let mut types = vec![DType::I64; parameters.len()];
+/// The type of each number that comes with a run.
+fn word_types(plan: &Plan, parameters: usize) -> Vec<DType> {
+    let mut types = vec![DType::I64; parameters];
     for step in &plan.steps {
         let map = match step {
             Step::Map(kernel) => Some(kernel),
@@ -204,13 +248,7 @@ fn words_of(plan: &Plan, parameters: &[Parameter]) -> Vec<u8> {
             }
         }
     }
-    let word = |(parameter, dtype): (&Parameter, DType)| -> [u8; WORD_BYTES] {
-        match parameter {
-            Parameter::Scalar(scalar) => register_of(*scalar, dtype),
-            Parameter::Seed(seed) => seed.to_le_bytes(),
-        }
-    };
-    parameters.iter().zip(types).flat_map(word).collect()
+    types
 }
 
 fn word_at(words: &[u8], number: usize) -> Option<[u8; WORD_BYTES]> {
@@ -315,9 +353,17 @@ impl PlanState {
         let block_bytes = usize::try_from(lowered.block_bytes).unwrap_or(usize::MAX);
         let block = if block_bytes > 0 { Some(need.take(device, block_bytes).map_err(at_end)?) } else { None };
         let words = need.take(device, words_bytes(words.len())).map_err(at_end)?;
+        let mut named: Vec<PlanBuffer> = Vec::new();
+        for (buffer, _) in lowered.launches.iter().flat_map(|launch| &launch.arguments).map(named_by) {
+            if !named.contains(&buffer) {
+                named.push(buffer);
+            }
+        }
         Ok(PlanState {
             device: device.clone(),
             lowered,
+            named,
+            numbers: Numbers::default(),
             block,
             words,
             written: Vec::new(),
@@ -427,77 +473,64 @@ impl PlanState {
         outputs: &[CudaBuffer],
         before: Vec<Arc<Pending>>,
     ) -> Result<Option<Arc<Pending>>, ErrorKind> {
-        let block = self.block.as_ref().map(|block| block.buffer.handle());
-        let words = self.words.buffer.handle();
-        let workspace = self.workspace.as_ref().map(|workspace| workspace.buffer.handle());
-        let missing = || ErrorKind::Bug { why: "a buffer of a plan is not there".to_owned() };
-        let mut handles: Vec<Handle> = Vec::new();
-        let mut buffers: Vec<u16> = Vec::new();
-        let mut all: Vec<Params> = Vec::with_capacity(self.lowered.launches.len());
-        for launch in &self.lowered.launches {
-            let mut params = Vec::with_capacity(launch.arguments.len());
-            for argument in &launch.arguments {
-                let (handle, offset) = match argument {
-                    LaunchArgument::Leaf(leaf, from) => (inputs.get(*leaf).ok_or_else(missing)?.buffer.handle(), *from),
-                    LaunchArgument::Output(at, from) => (outputs.get(*at).ok_or_else(missing)?.buffer.handle(), *from),
-                    LaunchArgument::Block(offset) => (block.ok_or_else(missing)?, *offset),
-                    LaunchArgument::Parameters(first) => (words, (FLAGS_BYTES + WORD_BYTES * first) as u64),
-                    LaunchArgument::Flags => (words, 0),
-                    LaunchArgument::Workspace => (workspace.ok_or_else(missing)?, 0),
-                };
-                let known = handles.iter().position(|known| *known == handle);
-                buffers.push(u16::try_from(known.unwrap_or(handles.len())).unwrap_or(u16::MAX));
-                if known.is_none() {
-                    handles.push(handle);
-                }
-                params.push(Param::Buffer { handle, offset });
-            }
-            all.push(Params::new(params));
-        }
-        if all.is_empty() {
+        let launches = self.lowered.launches.len();
+        if launches == 0 {
             return Ok(None);
         }
-        let own = outputs.iter().map(|output| output.buffer.handle());
-        let overwritten: Vec<Handle> = own.chain(block).chain(workspace).collect();
-        let steps: Vec<GraphStep<'_>> = self
-            .lowered
-            .launches
-            .iter()
-            .zip(&all)
-            .map(|(launch, params)| GraphStep::Launch { kernel: &launch.kernel, grid: launch.grid, params })
-            .collect();
+        let missing = || ErrorKind::Bug { why: "a buffer of a plan is not there".to_owned() };
+        let mut handles: Vec<Handle> = Vec::with_capacity(self.named.len());
+        let mut buffers: Vec<u16> = Vec::with_capacity(self.named.len());
+        self.numbers.clear();
+        for named in &self.named {
+            let buffer = match named {
+                PlanBuffer::Leaf(leaf) => inputs.get(*leaf).map(|leaf| &**leaf),
+                PlanBuffer::Output(at) => outputs.get(*at),
+                PlanBuffer::Block => self.block.as_ref(),
+                PlanBuffer::Words => Some(&self.words),
+                PlanBuffer::Workspace => self.workspace.as_deref(),
+            };
+            let buffer = &buffer.ok_or_else(missing)?.buffer;
+            let next = u32::try_from(handles.len()).unwrap_or(u32::MAX);
+            let number = self.numbers.of(Arc::as_ptr(buffer).addr() as u64, next);
+            buffers.push(u16::try_from(number).unwrap_or(u16::MAX));
+            if number == next {
+                handles.push(buffer.handle());
+            }
+        }
+        let own = outputs.iter().chain(&self.block).chain(self.workspace.as_deref());
+        let overwritten: Vec<Handle> = own.map(|own| own.buffer.handle()).collect();
         self.runs += 1;
         let is_supervised = account::supervisor().is_some();
-        if is_supervised && self.takes.is_none_or(|takes| takes > SUPERVISED_AT_ONCE) {
-            let took = send_watched(&self.device, &steps, &overwritten, &mut self.launches_take)?;
-            self.takes = Some(self.takes.map_or(took, |before| before.min(took)));
-            return Ok(Some(Pending::over(before)));
-        }
-        if is_supervised {
+        let is_watched = is_supervised && self.takes.is_none_or(|takes| takes > SUPERVISED_AT_ONCE);
+        let is_graph = !is_watched && self.runs > 1 && (2..=BATCH_MAX).contains(&launches);
+        if is_supervised && !is_watched {
             self.device.catch_up(SUPERVISED_AHEAD)?;
             account::between_kernels()?;
         }
         let device = &self.device;
-        let completion = if self.runs == 1 || steps.len() == 1 || steps.len() > BATCH_MAX {
-            let mut last = None;
-            for batch in steps.chunks(BATCH_MAX) {
-                last = Some(device.when_possible(|stream| stream.run(batch, &overwritten))?);
+        let mut replayed = None;
+        for PlanGraph { graph, .. } in self.graphs.iter().filter(|recorded| is_graph && recorded.buffers == buffers) {
+            replayed = device.when_possible(|stream| stream.replay_over(graph, &handles, &overwritten))?;
+            if replayed.is_some() {
+                count(|counts| counts.graphs_replayed += 1);
+                break;
             }
-            last.ok_or_else(missing)?
-        } else {
-            let mut found = None;
-            for PlanGraph { graph, .. } in self.graphs.iter().filter(|recorded| recorded.buffers == buffers) {
-                found = device.when_possible(|stream| stream.replay_over(graph, &handles, &overwritten))?;
-                if found.is_some() {
-                    break;
+        }
+        let completion = match replayed {
+            Some(completion) => completion,
+            None => {
+                let params = self.params(&handles, &buffers).ok_or_else(missing)?;
+                let step = |(launch, params)| {
+                    let CudaLaunch { kernel, grid, .. }: &CudaLaunch = launch;
+                    GraphStep::Launch { kernel, grid: *grid, params }
+                };
+                let steps: Vec<GraphStep<'_>> = self.lowered.launches.iter().zip(&params).map(step).collect();
+                if is_watched {
+                    let took = send_watched(&self.device, &steps, &overwritten, &mut self.launches_take)?;
+                    self.takes = Some(self.takes.map_or(took, |before| before.min(took)));
+                    return Ok(Some(Pending::over(before)));
                 }
-            }
-            match found {
-                Some(completion) => {
-                    count(|counts| counts.graphs_replayed += 1);
-                    completion
-                }
-                None => {
+                if is_graph {
                     let after = &self.lowered.after;
                     let record = |stream: &Stream| block_on(stream.graph_branched(&steps, &overwritten, after));
                     let graph = device.when_done(record)?;
@@ -506,6 +539,12 @@ impl PlanState {
                     self.graphs.insert(0, PlanGraph { graph, buffers });
                     self.graphs.truncate(GRAPHS_MAX);
                     sent.ok_or_else(missing)?
+                } else {
+                    let mut last = None;
+                    for batch in steps.chunks(BATCH_MAX) {
+                        last = Some(device.when_possible(|stream| stream.run(batch, &overwritten))?);
+                    }
+                    last.ok_or_else(missing)?
                 }
             }
         };
@@ -515,6 +554,19 @@ impl PlanState {
             account::check_stopped()?;
         }
         Ok(Some(sent))
+    }
+
+    /// What each launch is given. None if one names a buffer that is not there.
+    fn params(&self, handles: &[Handle], buffers: &[u16]) -> Option<Vec<Params>> {
+        let param = |argument: &LaunchArgument| {
+            let (buffer, offset) = named_by(argument);
+            let at = self.named.iter().position(|named| *named == buffer)?;
+            let handle = *handles.get(usize::from(*buffers.get(at)?))?;
+            Some(Param::Buffer { handle, offset })
+        };
+        let params =
+            |launch: &CudaLaunch| launch.arguments.iter().map(param).collect::<Option<Vec<_>>>().map(Params::new);
+        self.lowered.launches.iter().map(params).collect()
     }
 
     /// Looks whether everything could be computed.

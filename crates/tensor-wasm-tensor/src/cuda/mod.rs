@@ -28,7 +28,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{
-    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, Stream, Tenant, TenantLimits,
+    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, PendingRead, Stream, Tenant,
+    TenantLimits,
 };
 use tensor_wasm_jit::Target;
 
@@ -469,6 +470,22 @@ impl CudaBuffer {
     pub(crate) fn read(&self) -> Result<CpuBuffer, ErrorKind> {
         let buffer = CpuBuffer::filled(self.bytes, |bytes| self.read_to(bytes))?;
         buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
+    }
+
+    /// Has so many of its bytes copied back once they are computed, before there is memory for them: the device does not
+    /// wait for what a large vector takes to be allocated. None where [`CudaBuffer::read_to`] has to.
+    pub(crate) fn read_ahead(&self, bytes: usize) -> Result<Option<PendingRead>, ErrorKind> {
+        let read = self.device.when_possible(|stream| stream.read_ahead(self.buffer.handle(), 0, bytes));
+        read.map_err(|what| self.if_lost(what))
+    }
+
+    /// Copies the first of its elements, once they are computed; as was begun, if it was.
+    pub(crate) fn read_begun(&self, begun: Option<PendingRead>, bytes: &mut [u8]) -> Result<(), ErrorKind> {
+        let Some(begun) = begun else { return self.read_to(bytes) };
+        execute::count(|counts| counts.round_trips += 1);
+        begun.finish(bytes).map_err(|error| self.if_lost(failed(&error)))?;
+        // Over by now, as the copy came after it.
+        self.pending.settle()
     }
 
     /// Copies the first of its elements, once they are computed.

@@ -967,3 +967,20 @@ fn indices_are_checked_wherever_they_are() {
         }
     }
 }
+
+#[test]
+fn what_is_computed_and_read_is_waited_for_once() {
+    with_device(&DEVICE, || {
+        // What comes with the answer, and what passes through staging.
+        for count in [4, 20_000] {
+            let x = Tensor::arange(0, count, 1, DType::F32);
+            x.realize().unwrap();
+            let run = || (&x + 1.0).to_vec::<f32>().unwrap();
+            run();
+            let before = crate::round_trips();
+            let found = run();
+            assert_eq!(crate::round_trips() - before, 1, "{count}");
+            assert!(found.iter().zip(1..).all(|(element, n)| *element == n as f32), "{count}");
+        }
+    });
+}

@@ -1,5 +1,6 @@
 //! The graph behind tensors: nodes that know how they are computed until they are, and then what they are.
 
+pub(crate) mod numbers;
 pub(crate) mod op;
 
 use std::panic::Location;
@@ -7,6 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
+use smallvec::{SmallVec, smallvec};
 
 use self::op::{Movement, Op};
 use crate::account::NodeCharge;
@@ -39,6 +41,8 @@ pub(crate) struct Node {
     pub gradients: OnceLock<Arc<Gradients>>,
     /// Whether gradients are asked for, and not only flow through it.
     pub is_asked: bool,
+    /// Whether it holds an error, as its operation then does.
+    pub is_failed: bool,
     /// Whose node it is, as long as it lives.
     #[expect(dead_code, reason = "held for its end")]
     pub charge: NodeCharge,
@@ -48,7 +52,8 @@ pub(crate) struct Node {
 pub(crate) struct NodeState {
     /// How it is computed. Gone once it is, unless gradients flow through it.
     pub recipe: Option<Recipe>,
-    pub value: Option<Value>,
+    /// Boxed: most nodes never have one, and are moved when they are made.
+    pub value: Option<Box<Value>>,
 }
 
 #[derive(Clone)]
@@ -57,7 +62,8 @@ pub(crate) struct Recipe {
     pub inputs: Inputs,
 }
 
-pub(crate) type Inputs = Vec<Arc<Node>>;
+/// Nearly all have at most two.
+pub(crate) type Inputs = SmallVec<[Arc<Node>; 2]>;
 
 /// Elements in a buffer.
 #[derive(Clone)]
@@ -224,8 +230,9 @@ impl Node {
         at: &'static Location<'static>,
     ) -> Arc<Node> {
         let depth = inputs.iter().map(|input| input.depth.load(Ordering::Relaxed)).max().unwrap_or(0);
+        let is_failed = matches!(op, Op::Failed(_));
         let state = NodeState { recipe: Some(Recipe { op, inputs }), value: None };
-        Node::with(state, depth.saturating_add(1), shape, dtype, requires_grad, at)
+        Node::with(state, depth.saturating_add(1), shape, dtype, requires_grad, is_failed, at)
     }
 
     pub(crate) fn of_value(
@@ -235,7 +242,7 @@ impl Node {
         at: &'static Location<'static>,
     ) -> Arc<Node> {
         let shape = value.layout.shape;
-        Node::with(NodeState { recipe: None, value: Some(value) }, 0, shape, dtype, requires_grad, at)
+        Node::with(NodeState { recipe: None, value: Some(Box::new(value)) }, 0, shape, dtype, requires_grad, false, at)
     }
 
     fn with(
@@ -244,17 +251,31 @@ impl Node {
         shape: Shape,
         dtype: DType,
         requires_grad: bool,
+        is_failed: bool,
         at: &'static Location<'static>,
     ) -> Arc<Node> {
         let (id, at) = (NODES.fetch_add(1, Ordering::Relaxed), caller(at));
         let (state, depth, gradients) = (Mutex::new(state), AtomicU32::new(depth), OnceLock::new());
-        let (asked, charge) = (asked_operation(), NodeCharge::take());
-        Arc::new(Node { id, shape, dtype, requires_grad, at, asked, state, depth, gradients, is_asked: false, charge })
+        let (asked, charge, is_asked) = (asked_operation(), NodeCharge::take(), false);
+        Arc::new(Node {
+            id,
+            shape,
+            dtype,
+            requires_grad,
+            at,
+            asked,
+            state,
+            depth,
+            gradients,
+            is_asked,
+            is_failed,
+            charge,
+        })
     }
 
     /// The same elements as another node, as something that gradients are asked for.
     pub(crate) fn asked(of: &Arc<Node>, at: &'static Location<'static>) -> Arc<Node> {
-        let recipe = Recipe { op: Op::Move(Movement::Reshape), inputs: vec![of.clone()] };
+        let recipe = Recipe { op: Op::Move(Movement::Reshape), inputs: smallvec![of.clone()] };
         let state = Mutex::new(NodeState { recipe: Some(recipe), value: None });
         let id = NODES.fetch_add(1, Ordering::Relaxed);
         let gradients = OnceLock::from(Arc::new(Gradients::default()));
@@ -270,6 +291,7 @@ impl Node {
             depth,
             gradients,
             is_asked: true,
+            is_failed: false,
             charge: NodeCharge::take(),
         })
     }
@@ -316,7 +338,7 @@ impl Node {
     pub(crate) fn realize(&self, value: Value) {
         self.depth.store(0, Ordering::Relaxed);
         let mut state = self.state.lock();
-        state.value = Some(value);
+        state.value = Some(Box::new(value));
         let gone = if self.requires_grad { None } else { state.recipe.take() };
         drop(state);
         // Outside the lock: dropping it may drop a whole graph.

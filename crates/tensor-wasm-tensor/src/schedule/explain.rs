@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::group::{Grouping, WhyNot};
 use super::plan::{BufferView, Level, MapKernel, Plan, Slot, SpecialKernel, Step, ValueKind};
-use super::snapshot::Snapshot;
+use super::snapshot::{PlanGraph, Snapshot};
 use super::{CompiledPlan, Mode, planned};
 use crate::account::PlanNeed;
 use crate::cpu;
@@ -84,22 +84,23 @@ impl Placed {
 }
 
 pub(crate) fn explain(nodes: &[Arc<Node>], mode: Mode) -> Result<Explanation, TensorError> {
-    let snapshot = Snapshot::take(nodes, mode, &[])?;
-    let grouping = Grouping::of(&snapshot, mode);
-    let kept = planned(&snapshot);
-    let is_planned = kept.is_some() || snapshot.outputs.is_empty();
+    let graph = PlanGraph::take(nodes, mode, &[])?;
+    let snapshot = &graph.snapshot;
+    let grouping = Grouping::of(&graph, mode);
+    let kept = planned(snapshot);
+    let is_planned = kept.is_some() || !snapshot.has_outputs();
     let compiled = kept.unwrap_or_else(|| Arc::new(CompiledPlan::new(grouping.plan())));
     let plan = &compiled.plan;
-    let placed = Placed::of(&compiled, &snapshot);
+    let placed = Placed::of(&compiled, snapshot);
     let apart = |(node, why): (usize, WhyNot)| {
-        let found = &snapshot.nodes[node];
+        let found = &graph.nodes[node];
         let at = found.node.at;
         (found.op.name(), format!("{}:{}", at.file(), at.line()), why.reason())
     };
     // A product's epilogue is fused after all.
     let is_after = |node: usize| {
         let epilogue = |step: &Step| matches!(step, Step::Special(kernel) if kernel.epilogue.is_some());
-        plan.steps.iter().any(|step| epilogue(step) && step_has(step, &snapshot, node))
+        plan.steps.iter().any(|step| epilogue(step) && step_has(step, &graph, node))
     };
     let not_fused =
         grouping.apart().filter(|(node, why)| *why != WhyNot::Alone || !is_after(*node)).map(apart).collect();
@@ -123,10 +124,10 @@ pub(crate) fn explained_kernels(plan: &Plan) -> Vec<ExplainedKernel> {
 }
 
 /// Whether an operation is computed right after a product, as far as its name and inputs tell.
-fn step_has(step: &Step, snapshot: &Snapshot, node: usize) -> bool {
+fn step_has(step: &Step, graph: &PlanGraph, node: usize) -> bool {
     let Step::Special(special) = step else { return false };
-    snapshot.inputs(node).contains(&special.node)
-        || snapshot.inputs(node).iter().any(|input| snapshot.inputs(*input).contains(&special.node))
+    graph.inputs(node).contains(&special.node)
+        || graph.inputs(node).iter().any(|input| graph.inputs(*input).contains(&special.node))
 }
 
 fn bytes(shape: Shape, dtype: DType) -> usize {

@@ -8,7 +8,7 @@ use super::plan::{
     BufferView, Level, MapKernel, MapValue, Plan, Slot, Source, SpecialKernel, Step, ValueKind, has_planes,
     is_trailing, rows,
 };
-use super::snapshot::Snapshot;
+use super::snapshot::PlanGraph;
 use crate::graph::op::{BinaryOp, Op};
 use crate::shape::{AxisSet, Layout, Shape};
 
@@ -20,7 +20,7 @@ const ROW_MAX: usize = 16_384;
 const MEMBERS_MAX: usize = 64;
 
 pub(super) struct Grouping<'s> {
-    snapshot: &'s Snapshot,
+    graph: &'s PlanGraph,
     mode: Mode,
     places: Vec<Place>,
     groups: Vec<Group>,
@@ -122,10 +122,10 @@ fn has_short_rows(space: Shape, reduced: AxisSet) -> bool {
 }
 
 impl<'s> Grouping<'s> {
-    pub(super) fn of(snapshot: &'s Snapshot, mode: Mode) -> Grouping<'s> {
-        let count = snapshot.nodes.len();
+    pub(super) fn of(graph: &'s PlanGraph, mode: Mode) -> Grouping<'s> {
+        let count = graph.nodes.len();
         let mut grouping = Grouping {
-            snapshot,
+            graph,
             mode,
             places: Vec::with_capacity(count),
             groups: Vec::new(),
@@ -136,19 +136,19 @@ impl<'s> Grouping<'s> {
             let place = grouping.place(node);
             grouping.places.push(place);
         }
-        for output in &snapshot.outputs {
+        for output in &graph.outputs {
             grouping.make_readable(*output);
         }
         grouping
     }
 
     fn shape(&self, node: usize) -> Shape {
-        self.snapshot.nodes[node].node.shape
+        self.graph.nodes[node].node.shape
     }
 
     fn place(&mut self, node: usize) -> Place {
-        let inputs = self.snapshot.inputs(node);
-        match &self.snapshot.nodes[node].op {
+        let inputs = self.graph.inputs(node);
+        match &self.graph.nodes[node].op {
             Op::Data => Place::Leaf,
             op if op.is_generated() => Place::Everywhere,
             Op::Move(_) => {
@@ -209,7 +209,7 @@ impl<'s> Grouping<'s> {
     /// The group that one who uses a node has to join or wait for. What is made from its index alone is made again
     /// wherever it is used, also where it is stored for somebody who needs a buffer.
     fn group_of(&self, node: usize) -> Option<(usize, Level)> {
-        if self.snapshot.nodes[node].op.is_generated() { None } else { self.maker_of(node) }
+        if self.graph.nodes[node].op.is_generated() { None } else { self.maker_of(node) }
     }
 
     /// The group that computes a node.
@@ -225,7 +225,7 @@ impl<'s> Grouping<'s> {
         let mut base = node;
         while self.places[base] == Place::View {
             views.push(base);
-            base = self.snapshot.inputs(base)[0];
+            base = self.graph.inputs(base)[0];
         }
         views.reverse();
         Path { base, views }
@@ -240,13 +240,13 @@ impl<'s> Grouping<'s> {
 
     /// The layout under which a path reads its base.
     fn layout(&self, path: &Path) -> Option<Layout> {
-        let base = &self.snapshot.nodes[path.base];
+        let base = &self.graph.nodes[path.base];
         let mut layout = match self.places[path.base] {
-            Place::Leaf => self.snapshot.leaves[base.number].layout,
+            Place::Leaf => self.graph.snapshot.leaves[base.number].layout,
             _ => Layout::contiguous(base.node.shape),
         };
         for view in &path.views {
-            let Op::Move(movement) = &self.snapshot.nodes[*view].op else { return None };
+            let Op::Move(movement) = &self.graph.nodes[*view].op else { return None };
             layout = movement.apply(&layout, self.shape(*view))?;
         }
         Some(layout)
@@ -255,7 +255,7 @@ impl<'s> Grouping<'s> {
     /// What a member of a group has to read, under which layout. None if the group's indices cannot say it.
     fn read(&self, node: usize, target: Shape) -> Option<(usize, Layout)> {
         let path = self.path(node);
-        if matches!(self.snapshot.nodes[path.base].op, Op::Fill(_)) {
+        if matches!(self.graph.nodes[path.base].op, Op::Fill(_)) {
             return Some((path.base, Layout::contiguous(target)));
         }
         Some((path.base, self.layout(&path)?.reshape(target)?))
@@ -276,7 +276,7 @@ impl<'s> Grouping<'s> {
         if self.shape(node).numel() != target.numel() {
             return Err(WhyNot::OtherSize);
         }
-        for input in self.snapshot.inputs(node) {
+        for input in self.graph.inputs(node) {
             let (base, layout) = self.read(*input, target).ok_or(WhyNot::OtherOrder)?;
             match self.group_of(base) {
                 Some((own, from)) if own == group => {
@@ -311,7 +311,7 @@ impl<'s> Grouping<'s> {
             return Err(Some(WhyNot::Eager));
         }
         let mut why = None;
-        let inputs = self.snapshot.inputs(node).to_vec();
+        let inputs = self.graph.inputs(node).to_vec();
         let mut candidates: Vec<usize> = Vec::new();
         for input in inputs {
             let base = self.path(input).base;
@@ -428,9 +428,9 @@ impl<'s> Grouping<'s> {
 
     /// Adds a node to a group, which can take it.
     fn join(&mut self, node: usize, group: usize, level: Level) -> Place {
-        let inputs = self.snapshot.inputs(node).to_vec();
+        let inputs = self.graph.inputs(node).to_vec();
         if let (GroupKind::Map { reduced, .. }, Op::Reduce(_, axes)) =
-            (&mut self.groups[group].kind, &self.snapshot.nodes[node].op)
+            (&mut self.groups[group].kind, &self.graph.nodes[node].op)
         {
             *reduced = *axes;
         }
@@ -483,17 +483,13 @@ impl<'s> Grouping<'s> {
 
     pub(super) fn plan(&self) -> Plan {
         let steps: Vec<Step> = self.order().iter().filter_map(|group| self.step(*group)).collect();
-        let outputs: Vec<BufferView> = self.snapshot.outputs.iter().filter_map(|node| self.view(*node)).collect();
+        let outputs: Vec<BufferView> = self.graph.outputs.iter().filter_map(|node| self.view(*node)).collect();
         let slots: Vec<Slot> = self
             .stored
             .iter()
-            .map(|node| Slot {
-                shape: self.shape(*node),
-                dtype: self.snapshot.nodes[*node].node.dtype,
-                last_step: None,
-            })
+            .map(|node| Slot { shape: self.shape(*node), dtype: self.graph.nodes[*node].node.dtype, last_step: None })
             .collect();
-        Plan::new(steps, slots, outputs, &self.snapshot.given_up, self.mode)
+        Plan::new(steps, slots, outputs, &self.graph.given_up, self.mode)
     }
 
     /// A node as a buffer read under a layout.
@@ -503,7 +499,7 @@ impl<'s> Grouping<'s> {
     }
 
     fn buffer(&self, base: usize, layout: Layout) -> BufferView {
-        let node = &self.snapshot.nodes[base];
+        let node = &self.graph.nodes[base];
         let source = match self.slots.get(&base) {
             Some(slot) => Source::Slot(*slot),
             None => Source::Leaf(node.number),
@@ -528,13 +524,8 @@ impl<'s> Grouping<'s> {
     }
 
     fn special(&self, node: usize) -> SpecialNode<'_> {
-        let found = &self.snapshot.nodes[node];
-        SpecialNode {
-            op: &found.op,
-            inputs: self.snapshot.inputs(node),
-            shape: found.node.shape,
-            dtype: found.node.dtype,
-        }
+        let found = &self.graph.nodes[node];
+        SpecialNode { op: &found.op, inputs: self.graph.inputs(node), shape: found.node.shape, dtype: found.node.dtype }
     }
 
     fn map_kernel(&self, group: usize, space: Shape, reduced: AxisSet, members: &[usize]) -> Option<MapKernel> {
@@ -549,7 +540,7 @@ impl<'s> Grouping<'s> {
         let Emit { kernel: values, loads, .. } = emit;
         // Of what is computed element by element, only a division of integers can fail.
         let divides = |member: &&usize| {
-            let node = &self.snapshot.nodes[**member];
+            let node = &self.graph.nodes[**member];
             matches!(node.op, Op::Binary(BinaryOp::Div | BinaryOp::Rem)) && !node.node.dtype.is_float()
         };
         let node = needed.iter().rev().find(divides).or(members.last()).copied()?;
@@ -562,7 +553,7 @@ impl<'s> Grouping<'s> {
         for member in members.iter().rev() {
             let is_used = || {
                 needed.iter().any(|user| {
-                    let inputs = self.snapshot.inputs(*user);
+                    let inputs = self.graph.inputs(*user);
                     inputs.iter().any(|input| self.path(*input).base == *member)
                 })
             };
@@ -606,10 +597,10 @@ impl Emit<'_> {
 
     fn member(&mut self, member: usize) -> Option<()> {
         let grouping = self.grouping;
-        let node = &grouping.snapshot.nodes[member];
+        let node = &grouping.graph.nodes[member];
         let (_, level) = grouping.maker_of(member)?;
         let dtype = node.node.dtype;
-        let inputs = grouping.snapshot.inputs(member);
+        let inputs = grouping.graph.inputs(member);
         let kind = match &node.op {
             Op::Unary(op) => ValueKind::Unary(*op, self.value(inputs[0], level)?),
             Op::Binary(op) => ValueKind::Binary(*op, self.value(inputs[0], level)?, self.value(inputs[1], level)?),
@@ -651,7 +642,7 @@ impl Emit<'_> {
     }
 
     fn generated(&mut self, node: usize, layout: Layout, level: Level) -> Option<usize> {
-        let found = &self.grouping.snapshot.nodes[node];
+        let found = &self.grouping.graph.nodes[node];
         let kind = match found.op {
             Op::Fill(_) => ValueKind::Fill(found.number),
             Op::Iota => ValueKind::Iota(layout),
@@ -668,7 +659,7 @@ impl Emit<'_> {
         if self.grouping.group_of(base).is_some_and(|(own, _)| own == self.group) {
             return self.of.get(&base).copied();
         }
-        if self.grouping.snapshot.nodes[base].op.is_generated() {
+        if self.grouping.graph.nodes[base].op.is_generated() {
             return self.generated(base, layout, level);
         }
         let view = self.grouping.buffer(base, layout);

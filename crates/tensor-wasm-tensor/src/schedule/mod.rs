@@ -18,7 +18,7 @@ pub(crate) use self::explain::explained_kernels;
 pub use self::explain::{ExplainedKernel, Explanation};
 use self::group::Grouping;
 use self::plan::Plan;
-use self::snapshot::Snapshot;
+use self::snapshot::{PlanGraph, Snapshot};
 use crate::account::{self, PlanNeed};
 use crate::cpu;
 use crate::cpu::single::{self, Single};
@@ -36,11 +36,15 @@ const PLAN_WORDS_MAX: usize = 4 << 20;
 /// Those of everybody who has no account.
 static PLANS: PlanCache = PlanCache::new();
 
-/// What graphs that are computed by the same plan have in common.
-type PlanKey = Arc<[u64]>;
+/// A plan that is kept, and what graphs that are computed by it have in common.
+struct KeptPlan {
+    hash: u64,
+    key: Box<[u64]>,
+    plan: Arc<CompiledPlan>,
+}
 
 /// Plans that are kept, those that were used last first.
-pub(crate) struct PlanCache(Mutex<Vec<(PlanKey, Arc<CompiledPlan>)>>);
+pub(crate) struct PlanCache(Mutex<Vec<KeptPlan>>);
 
 impl PlanCache {
     pub(crate) const fn new() -> PlanCache {
@@ -53,32 +57,33 @@ impl PlanCache {
         drop(kept);
     }
 
-    fn get(&self, key: &[u64]) -> Option<Arc<CompiledPlan>> {
+    fn get(&self, snapshot: &Snapshot) -> Option<Arc<CompiledPlan>> {
         let mut plans = self.0.lock();
-        let at = plans.iter().position(|(known, _)| **known == *key)?;
+        let at = plans.iter().position(|kept| kept.hash == snapshot.hash && *kept.key == *snapshot.key)?;
         plans[..=at].rotate_right(1);
-        plans.first().map(|(_, plan)| plan.clone())
+        plans.first().map(|kept| kept.plan.clone())
     }
 
-    fn keep(&self, key: &[u64], plan: &Arc<CompiledPlan>) {
+    fn keep(&self, snapshot: &Snapshot, plan: &Arc<CompiledPlan>) {
+        let Snapshot { hash, key, .. } = snapshot;
         if key.len() > PLAN_WORDS_MAX / 2 {
             return;
         }
         let mut plans = self.0.lock();
         plans.truncate(PLANS_MAX - 1);
-        let mut words: usize = key.len() + plans.iter().map(|(known, _)| known.len()).sum::<usize>();
+        let mut words: usize = key.len() + plans.iter().map(|kept| kept.key.len()).sum::<usize>();
         while words > PLAN_WORDS_MAX
-            && let Some((known, _)) = plans.pop()
+            && let Some(kept) = plans.pop()
         {
-            words -= known.len();
+            words -= kept.key.len();
         }
-        plans.insert(0, (key.into(), plan.clone()));
+        plans.insert(0, KeptPlan { hash: *hash, key: key[..].into(), plan: plan.clone() });
     }
 
     /// Has those that are not running give back what they keep on GPUs.
     #[cfg(feature = "cuda")]
     fn give_back(&self) {
-        let kept: Vec<Arc<CompiledPlan>> = self.0.lock().iter().map(|(_, plan)| plan.clone()).collect();
+        let kept: Vec<Arc<CompiledPlan>> = self.0.lock().iter().map(|kept| kept.plan.clone()).collect();
         kept.iter().for_each(|plan| plan.cuda.give_back());
     }
 }
@@ -152,19 +157,26 @@ pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Stor
         node.realize(value);
         return Ok(());
     }
-    let snapshot = Snapshot::take(nodes, mode, given_up)?;
-    if snapshot.outputs.is_empty() {
+    let mut snapshot = Snapshot::take(nodes, mode, given_up)?;
+    if !snapshot.has_outputs() {
         return Ok(());
     }
-    let compiled = compiled(&snapshot, mode);
-    let values = admit(&compiled, &snapshot).and_then(|()| execute(&compiled, &snapshot));
-    let values = values.map_err(|(node, what)| {
-        let failed = &snapshot.nodes[node];
-        TensorError::of_node(&failed.node, failed.op.name(), what)
-    })?;
-    for (output, value) in snapshot.outputs.iter().zip(values) {
-        snapshot.nodes[*output].node.realize(value);
+    let compiled = match planned(&snapshot) {
+        Some(found) => found,
+        None => {
+            // Taken anew: others may have computed some of its nodes meanwhile.
+            let graph = PlanGraph::take(nodes, mode, given_up)?;
+            let compiled = compiled(&graph, mode);
+            snapshot = graph.snapshot;
+            compiled
+        }
+    };
+    if !snapshot.has_outputs() {
+        return Ok(());
     }
+    let values = admit(&compiled, &snapshot).and_then(|()| execute(&compiled, &snapshot));
+    let values = values.map_err(|(node, what)| snapshot.failed(node, what))?;
+    snapshot.outputs().zip(values).for_each(|(output, value)| output.realize(value));
     Ok(())
 }
 
@@ -178,8 +190,7 @@ fn admit(compiled: &CompiledPlan, snapshot: &Snapshot) -> Result<(), (usize, Err
     #[cfg(not(feature = "cuda"))]
     let is_on_cpu = true;
     let need = compiled.need.get_or_init(|| explain::need(&compiled.plan));
-    let output = snapshot.outputs.last().copied().unwrap_or_default();
-    account::admit(need, is_on_cpu).map_err(|what| (output, what))
+    account::admit(need, is_on_cpu).map_err(|what| (snapshot.last_output(), what))
 }
 
 /// Runs a plan where it is to run.
@@ -207,7 +218,7 @@ fn single(node: &Node) -> Option<Value> {
     let operand = |input: &Arc<Node>| {
         let state = input.state.lock();
         match (&state.value, &state.recipe) {
-            (Some(value), _) => Some(Single::Value(value.clone())),
+            (Some(value), _) => Some(Single::Value(Value::clone(value))),
             (None, Some(Recipe { op: Op::Fill(scalar), .. })) => Some(Single::Scalar(*scalar)),
             _ => None,
         }
@@ -229,22 +240,21 @@ pub(crate) fn give_back() {
 
 /// The plan that is there for it, if there is one.
 fn planned(snapshot: &Snapshot) -> Option<Arc<CompiledPlan>> {
-    with_plans(|plans| plans.get(&snapshot.key))
+    with_plans(|plans| plans.get(snapshot))
 }
 
-fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
-    let key = &snapshot.key[..];
-    if let Some(found) = with_plans(|plans| plans.get(key)) {
+/// A graph's plan, made unless it is there by now.
+fn compiled(graph: &PlanGraph, mode: Mode) -> Arc<CompiledPlan> {
+    if let Some(found) = planned(&graph.snapshot) {
         return found;
     }
     MADE.set(MADE.get() + 1);
-    let plan = Grouping::of(snapshot, mode).plan();
-    let compiled = Arc::new(CompiledPlan::new(plan));
-    with_plans(|plans| plans.keep(key, &compiled));
+    let compiled = Arc::new(CompiledPlan::new(Grouping::of(graph, mode).plan()));
+    with_plans(|plans| plans.keep(&graph.snapshot, &compiled));
     compiled
 }
 
 #[cfg(test)]
 pub(crate) fn plan_of(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Plan, TensorError> {
-    Ok(Grouping::of(&Snapshot::take(nodes, mode, given_up)?, mode).plan())
+    Ok(Grouping::of(&PlanGraph::take(nodes, mode, given_up)?, mode).plan())
 }

@@ -1,180 +1,294 @@
-//! A graph as it is at one moment, and its key: graphs that have the same are computed by the same plan.
+//! A graph as it is at one moment, and its key: graphs that have the same are computed by the same plan. A plan that is
+//! there is run with a [`Snapshot`]: elements, numbers and what is to be computed. What a plan is made of is a
+//! [`PlanGraph`], which only a graph is taken as that has no plan yet: a loop makes none after its first steps, and
+//! takes a snapshot in each of them.
 
+use std::cell::Cell;
+#[cfg(feature = "cuda")]
 use std::collections::HashSet;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use crate::error::{ErrorKind, TensorError};
+use crate::graph::numbers::Numbers;
 use crate::graph::op::{FoldedAxis, Movement, Op};
 use crate::graph::{Node, Recipe, Storage, Value};
-use crate::shape::{Layout, Shape};
 
 use super::Mode;
 use super::plan::Parameter;
 
 pub(super) struct Snapshot {
-    /// Inputs come before what is made of them.
-    pub nodes: Vec<SnapshotNode>,
-    /// Those of all nodes, one after the other.
-    inputs: Vec<usize>,
+    /// In the order they were met: what is to be computed, and then what that is made of.
+    nodes: Vec<Arc<Node>>,
+    /// How many of them are to be computed. Those that are there already are left out.
+    outputs: usize,
+    /// As they were met. So are parameters.
     pub leaves: Vec<Value>,
-    /// For each leaf whether its buffer may be overwritten, and then how many elements it has.
-    pub given_up: Vec<Option<usize>>,
     pub parameters: Vec<Parameter>,
-    /// Nodes that have to be computed. Those that are there already are left out.
-    pub outputs: Vec<usize>,
+    /// Leaves, and then all other nodes in the order they were made: inputs come before what is made of them. Plans
+    /// number nodes like that.
+    order: Vec<u32>,
     pub key: Vec<u64>,
+    /// Of the key.
+    pub hash: u64,
 }
 
-pub(super) struct SnapshotNode {
+/// A snapshot with what each node does.
+pub(super) struct PlanGraph {
+    pub snapshot: Snapshot,
+    /// Inputs come before what is made of them.
+    pub nodes: Vec<PlanNode>,
+    /// Those of all nodes, one after the other.
+    inputs: Vec<usize>,
+    /// For each leaf whether its buffer may be overwritten, and then how many elements it has.
+    pub given_up: Vec<Option<usize>>,
+    /// Nodes that have to be computed.
+    pub outputs: Vec<usize>,
+}
+
+pub(super) struct PlanNode {
     pub node: Arc<Node>,
     pub op: Op,
-    /// Which of the snapshot's inputs are its own.
+    /// Which of the graph's inputs are its own.
     inputs: Range<u32>,
     /// Which of the leaves, or of the parameters, it is.
     pub number: usize,
 }
 
-/// Nodes of a graph beyond which those that were met are found by hashing.
-const SEARCHED_MAX: usize = 16;
-
-/// Numbers of the nodes that were met, once there are many.
+/// What nodes do, in the order they were met.
 #[derive(Default)]
-struct Seen(HashSet<u64, BuildHasherDefault<IdHasher>>);
-
-impl Seen {
-    /// Whether a node is new, beside those that were found already.
-    fn insert(&mut self, id: u64, found: &[Found]) -> bool {
-        if found.len() < SEARCHED_MAX {
-            return found.iter().all(|found| found.node.id != id);
-        }
-        if self.0.is_empty() {
-            self.0.extend(found.iter().map(|found| found.node.id));
-        }
-        self.0.insert(id)
-    }
+struct Details {
+    /// Each with its range of the inputs, and which of the leaves or of the parameters it is.
+    ops: Vec<(Op, Range<u32>, usize)>,
+    inputs: Vec<u32>,
+    /// The leaves whose buffers may be overwritten.
+    given_up: Vec<bool>,
 }
 
-/// Numbers of nodes are different, and need no more than to be spread.
-#[derive(Default)]
-struct IdHasher(u64);
-
-impl Hasher for IdHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.write_u64(u64::from(*byte)));
-    }
-
-    fn write_u64(&mut self, id: u64) {
-        self.0 = (self.0 ^ id).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+impl Details {
+    fn add(&mut self, op: &Op, number: usize) {
+        let end = index(self.inputs.len());
+        let start = self.ops.last().map_or(0, |(_, inputs, _)| inputs.end);
+        self.ops.push((op.clone(), start..end, number));
     }
 }
-
-/// A node with how it is computed, from which others, or what it is. Small: it is moved while nodes are sorted, and
-/// what is taken of a graph is taken anew for each of its runs.
-struct Found {
-    node: Arc<Node>,
-    op: Op,
-    /// Which of the ids that were collected.
-    inputs: Range<u32>,
-    /// Which of the values.
-    value: Option<usize>,
-}
-
-/// Nodes that there is room for from the beginning.
-const NODES_MIN: usize = 16;
 
 fn index(at: usize) -> u32 {
     u32::try_from(at).unwrap_or(u32::MAX)
 }
 
-impl Snapshot {
-    /// The nodes that one is made of.
-    pub(super) fn inputs(&self, node: usize) -> &[usize] {
-        let Range { start, end } = self.nodes[node].inputs;
-        &self.inputs[start as usize..end as usize]
-    }
+/// Memory that the next snapshot of this thread is made in.
+#[derive(Default)]
+struct Scratch {
+    nodes: Vec<Arc<Node>>,
+    leaves: Vec<Value>,
+    parameters: Vec<Parameter>,
+    order: Vec<u32>,
+    key: Vec<u64>,
+    numbers: Numbers,
+    new: Vec<Arc<Node>>,
+    made: Vec<u32>,
+    places: Vec<u32>,
+}
 
+/// Nodes of a graph beyond which its scratch is not kept: some hundred kilobytes.
+const SCRATCH_NODES_MAX: usize = 2048;
+
+thread_local! {
+    static SCRATCH: Cell<Option<Box<Scratch>>> = const { Cell::new(None) };
+}
+
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        let (mut nodes, mut leaves) = (std::mem::take(&mut self.nodes), std::mem::take(&mut self.leaves));
+        let is_kept = nodes.len() <= SCRATCH_NODES_MAX;
+        nodes.clear();
+        leaves.clear();
+        if !is_kept {
+            return;
+        }
+        // Not while its thread ends.
+        let _ = SCRATCH.try_with(|kept| {
+            let mut scratch = kept.take().unwrap_or_default();
+            let (mut parameters, mut key) = (std::mem::take(&mut self.parameters), std::mem::take(&mut self.key));
+            let mut order = std::mem::take(&mut self.order);
+            parameters.clear();
+            key.clear();
+            order.clear();
+            (scratch.nodes, scratch.leaves, scratch.parameters) = (nodes, leaves, parameters);
+            (scratch.order, scratch.key) = (order, key);
+            kept.set(Some(scratch));
+        });
+    }
+}
+
+impl Snapshot {
     /// Of nodes, to be computed in a mode, which is part of the key. Elements that are in `given_up` nobody wants to
     /// see again.
     pub(super) fn take(asked: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<Snapshot, TensorError> {
-        let mut left: Vec<Arc<Node>> = Vec::with_capacity(NODES_MIN);
-        left.extend(asked.iter().filter(|node| node.state.lock().value.is_none()).cloned());
-        let mut missing: Vec<u64> = left.iter().map(|node| node.id).collect();
-        missing.sort_unstable();
-        missing.dedup();
-        let mut found: Vec<Found> = Vec::with_capacity(NODES_MIN);
-        let (mut input_ids, mut values) = (Vec::<u64>::with_capacity(2 * NODES_MIN), Vec::<Option<Value>>::new());
-        let mut seen = Seen::default();
-        let mut target = PlanTarget::default();
-        while let Some(node) = left.pop() {
-            if !seen.insert(node.id, &found) {
-                continue;
+        Snapshot::walk(asked, mode, given_up, None)
+    }
+
+    pub(super) fn has_outputs(&self) -> bool {
+        self.outputs > 0
+    }
+
+    /// Nodes that have to be computed, in the order they were made.
+    pub(super) fn outputs(&self) -> impl Iterator<Item = &Arc<Node>> {
+        self.order.iter().filter(|met| self.is_output(**met)).map(|met| &self.nodes[*met as usize])
+    }
+
+    fn is_output(&self, met: u32) -> bool {
+        (met as usize) < self.outputs
+    }
+
+    /// The last of them, as plans number nodes.
+    pub(super) fn last_output(&self) -> usize {
+        self.order.iter().rposition(|met| self.is_output(*met)).unwrap_or_default()
+    }
+
+    /// What went wrong with a node that a plan has by this number.
+    pub(super) fn failed(&self, number: usize, what: ErrorKind) -> TensorError {
+        let node = &self.nodes[self.order[number] as usize];
+        let name = node.state.lock().recipe.as_ref().map_or("data", |recipe| recipe.op.name());
+        TensorError::of_node(node, name, what)
+    }
+
+    /// Nodes are met level by level from what is asked for, and the key says of each what it does and which nodes it
+    /// does that with; after them comes in which order they were made, by which operations are put into kernels. Nothing
+    /// is kept of them but by `details`.
+    fn walk(
+        asked: &[Arc<Node>],
+        mode: Mode,
+        given_up: &[Arc<Storage>],
+        mut details: Option<&mut Details>,
+    ) -> Result<Snapshot, TensorError> {
+        let mut scratch = SCRATCH.try_with(Cell::take).ok().flatten().unwrap_or_default();
+        let Scratch { nodes, leaves, parameters, order, key, numbers, new, made, places } = &mut *scratch;
+        let (mut nodes, mut leaves) = (std::mem::take(nodes), std::mem::take(leaves));
+        let (mut parameters, mut order, mut key) =
+            (std::mem::take(parameters), std::mem::take(order), std::mem::take(key));
+        numbers.clear();
+        for node in asked.iter().filter(|node| node.state.lock().value.is_none()) {
+            let next = index(nodes.len());
+            if numbers.of(node.id, next) == next {
+                nodes.push(node.clone());
             }
+        }
+        let outputs = nodes.len();
+        key.push((outputs as u64) << 1 | u64::from(mode == Mode::Eager));
+        let mut target = PlanTarget::default();
+        made.clear();
+        let mut at = 0;
+        while let Some(node) = nodes.get(at) {
             let state = node.state.lock();
-            let first = index(input_ids.len());
-            let (op, value) = match (&state.value, &state.recipe) {
+            match (&state.value, &state.recipe) {
                 (Some(value), _) => {
-                    values.push(Some(value.clone()));
-                    (Op::Data, Some(values.len() - 1))
+                    write_op(&mut key, node, &Op::Data, 0);
+                    write_layout(&mut key, value);
+                    details.iter_mut().for_each(|details| details.add(&Op::Data, leaves.len()));
+                    leaves.push(Value::clone(value));
+                    // What is there has no inputs to come after.
+                    order.push(index(at));
                 }
                 (None, Some(recipe)) => {
                     if let Op::Failed(error) = &recipe.op {
                         return Err(error.clone());
                     }
+                    made.push(index(at));
                     let (op, inputs) = target.chosen(recipe);
-                    left.extend_from_slice(inputs);
-                    input_ids.extend(inputs.iter().map(|input| input.id));
-                    (op, None)
+                    write_op(&mut key, node, op, inputs.len());
+                    for input in inputs {
+                        let next = index(nodes.len() + new.len());
+                        let number = numbers.of(input.id, next);
+                        if number == next {
+                            new.push(input.clone());
+                        }
+                        key.push(number.into());
+                        details.iter_mut().for_each(|details| details.inputs.push(number));
+                    }
+                    details.iter_mut().for_each(|details| details.add(op, parameters.len()));
+                    match op {
+                        Op::Fill(scalar) => parameters.push(Parameter::Scalar(*scalar)),
+                        Op::Random { seed } => parameters.push(Parameter::Seed(*seed)),
+                        _ => {}
+                    }
                 }
                 (None, None) => return Err(TensorError::new("realize", ErrorKind::GraphFreed, node.at)),
-            };
-            drop(state);
-            found.push(Found { node, op, inputs: first..index(input_ids.len()), value });
-        }
-        // Nodes are met from the last to the first, more or less.
-        found.reverse();
-        found.sort_by_key(|found| found.node.id);
-        let ids: Vec<u64> = found.iter().map(|found| found.node.id).collect();
-        let position = |id: &u64| ids.binary_search(id).ok();
-        let inputs: Vec<usize> = input_ids.iter().map(|id| position(id).unwrap_or(usize::MAX)).collect();
-        let (mut nodes, mut leaves, mut parameters) =
-            (Vec::with_capacity(found.len()), Vec::with_capacity(values.len()), Vec::new());
-        let mut all_given_up = Vec::with_capacity(values.len());
-        let stored_as = |storage: &Arc<Storage>| {
-            values.iter().flatten().filter(|value| Arc::ptr_eq(&value.storage, storage)).count()
-        };
-        // What two leaves are in is read by whoever reads either.
-        let given_up: Vec<&Arc<Storage>> = given_up.iter().filter(|storage| stored_as(storage) == 1).collect();
-        let mut key = Vec::with_capacity(12 * found.len() + 16 * values.len() + 1);
-        key.push(u64::from(mode == Mode::Eager));
-        for Found { node, op, inputs: own, value } in found {
-            let is_output = !missing.is_empty() && missing.binary_search(&node.id).is_ok();
-            let number = match &op {
-                Op::Fill(scalar) => add(&mut parameters, Parameter::Scalar(*scalar)),
-                Op::Random { seed } => add(&mut parameters, Parameter::Seed(*seed)),
-                _ => leaves.len(),
-            };
-            let value = value.and_then(|at| values[at].take());
-            write_key(&mut key, &node, &op, &inputs[own.start as usize..own.end as usize], value.as_ref(), is_output);
-            if let Some(value) = value {
-                let is_given_up = given_up.iter().any(|storage| Arc::ptr_eq(storage, &value.storage));
-                key.push(u64::from(is_given_up));
-                all_given_up.push(is_given_up.then(|| node.shape.numel()));
-                leaves.push(value);
             }
-            nodes.push(SnapshotNode { node, op, inputs: own, number });
+            drop(state);
+            nodes.append(new);
+            at += 1;
         }
-        let mut outputs: Vec<usize> = missing.iter().filter_map(position).collect();
-        outputs.sort_unstable();
-        outputs.dedup();
-        Ok(Snapshot { nodes, inputs, leaves, given_up: all_given_up, parameters, outputs, key })
+        in_order(&nodes, made, &mut order, places);
+        key.extend(order.chunks(2).map(|pair| pair.iter().fold(0, |word, met| word << 32 | u64::from(*met))));
+        write_given_up(&mut key, &leaves, given_up, numbers, details);
+        if nodes.len() <= SCRATCH_NODES_MAX {
+            let _ = SCRATCH.try_with(|kept| kept.set(Some(scratch)));
+        }
+        let hash = hash_of(&key);
+        Ok(Snapshot { nodes, outputs, leaves, parameters, order, key, hash })
     }
 }
+
+impl PlanGraph {
+    /// As [`Snapshot::take`].
+    pub(super) fn take(asked: &[Arc<Node>], mode: Mode, given_up: &[Arc<Storage>]) -> Result<PlanGraph, TensorError> {
+        let mut details = Details::default();
+        let snapshot = Snapshot::walk(asked, mode, given_up, Some(&mut details))?;
+        let Details { ops, inputs, given_up } = details;
+        let mut positions = vec![0; snapshot.nodes.len()];
+        snapshot.order.iter().zip(0..).for_each(|(met, position)| positions[*met as usize] = position);
+        let inputs = inputs.into_iter().map(|met| positions[met as usize]).collect();
+        let mut sizes = vec![0; snapshot.leaves.len()];
+        let made = |met: &u32| {
+            let (op, inputs, number) = ops[*met as usize].clone();
+            let node = snapshot.nodes[*met as usize].clone();
+            if let Op::Data = op {
+                sizes[number] = node.shape.numel();
+            }
+            PlanNode { node, op, inputs, number }
+        };
+        let nodes = snapshot.order.iter().map(made).collect();
+        let given_up = given_up.into_iter().zip(sizes).map(|(is_given_up, size)| is_given_up.then_some(size)).collect();
+        let mut outputs: Vec<usize> = positions[..snapshot.outputs].to_vec();
+        outputs.sort_unstable();
+        Ok(PlanGraph { snapshot, nodes, inputs, given_up, outputs })
+    }
+
+    /// The nodes that one is made of.
+    pub(super) fn inputs(&self, node: usize) -> &[usize] {
+        let Range { start, end } = self.nodes[node].inputs;
+        &self.inputs[start as usize..end as usize]
+    }
+}
+
+/// Adds nodes in the order they were made. Most were made together, so that most ids from one on are theirs; those of
+/// variables, which are made long before, are sorted.
+fn in_order(nodes: &[Arc<Node>], made: &[u32], order: &mut Vec<u32>, places: &mut Vec<u32>) {
+    /// Ids that there may be for each node that is not sorted.
+    const SPREAD_MAX: usize = 4;
+    const NONE: u32 = u32::MAX;
+    let id = |met: u32| nodes[met as usize].id;
+    let Some(last) = made.iter().map(|met| id(*met)).max() else { return };
+    let first = last.saturating_sub((SPREAD_MAX * made.len()) as u64);
+    places.clear();
+    places.resize(SPREAD_MAX * made.len() + 1, NONE);
+    let begin = order.len();
+    for met in made {
+        match id(*met).checked_sub(first).and_then(|at| places.get_mut(usize::try_from(at).ok()?)) {
+            Some(place) => *place = *met,
+            None => order.push(*met),
+        }
+    }
+    order[begin..].sort_unstable_by_key(|met| id(*met));
+    order.extend(places.iter().filter(|met| **met != NONE));
+}
+
+/// What views are where they are computed as one.
+const RESHAPE: &Op = &Op::Move(Movement::Reshape);
 
 /// Where a graph will be computed, as far as that decides what it is computed by.
 #[derive(Default)]
@@ -185,20 +299,20 @@ struct PlanTarget {
 
 impl PlanTarget {
     /// How a node is computed: of what there is a kernel for on some devices only, that or what it is composed of.
-    fn chosen<'r>(&mut self, recipe: &'r Recipe) -> (Op, &'r [Arc<Node>]) {
+    fn chosen<'r>(&mut self, recipe: &'r Recipe) -> (&'r Op, &'r [Arc<Node>]) {
         match (&recipe.op, &recipe.inputs[..]) {
             (Op::Attention { .. }, [operands @ .., composed]) => {
                 if self.has_attention(operands) {
-                    (recipe.op.clone(), operands)
+                    (&recipe.op, operands)
                 } else {
-                    (Op::Move(Movement::Reshape), std::slice::from_ref(composed))
+                    (RESHAPE, std::slice::from_ref(composed))
                 }
             }
             (Op::Preferred, [operands @ .., by_kernels, composed]) => {
                 let chosen = if self.has_attention(operands) { by_kernels } else { composed };
-                (Op::Move(Movement::Reshape), std::slice::from_ref(chosen))
+                (RESHAPE, std::slice::from_ref(chosen))
             }
-            (op, inputs) => (op.clone(), inputs),
+            (op, inputs) => (op, inputs),
         }
     }
 
@@ -244,53 +358,46 @@ impl GpuSearch {
     }
 }
 
-fn add(parameters: &mut Vec<Parameter>, parameter: Parameter) -> usize {
-    parameters.push(parameter);
-    parameters.len() - 1
-}
-
 /// Everything that a plan depends on, one number after the other: as many as the first ones say.
-fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: Option<&Value>, is_output: bool) {
-    let (code, details): (u64, [Option<u64>; 3]) = match op {
-        Op::Data => (0, [None; 3]),
-        Op::Fill(_) => (1, [None; 3]),
-        Op::Iota => (2, [None; 3]),
-        Op::Random { .. } => (3, [None; 3]),
-        Op::Unary(op) => (4, [Some(*op as u64), None, None]),
-        Op::Binary(op) => (5, [Some(*op as u64), None, None]),
-        Op::Where => (6, [None; 3]),
-        Op::Cast => (7, [None; 3]),
-        Op::Move(Movement::Reshape) => (8, [None; 3]),
-        Op::Move(Movement::Permute(axes)) => (9, [Some(u64::from_le_bytes(*axes)), None, None]),
-        Op::Move(Movement::Expand) => (10, [None; 3]),
+/// The numbers of a node's inputs follow.
+fn write_op(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: usize) {
+    let (code, details): (u64, [u64; 3]) = match op {
+        Op::Data => (0, [0; 3]),
+        Op::Fill(_) => (1, [0; 3]),
+        Op::Iota => (2, [0; 3]),
+        Op::Random { .. } => (3, [0; 3]),
+        Op::Unary(op) => (4, [*op as u64, 0, 0]),
+        Op::Binary(op) => (5, [*op as u64, 0, 0]),
+        Op::Where => (6, [0; 3]),
+        Op::Cast => (7, [0; 3]),
+        Op::Move(Movement::Reshape) => (8, [0; 3]),
+        Op::Move(Movement::Permute(axes)) => (9, [u64::from_le_bytes(*axes), 0, 0]),
+        Op::Move(Movement::Expand) => (10, [0; 3]),
         Op::Move(Movement::Slice { axis, start, step }) => {
-            (11, [Some(*axis as u64), Some(*start as u64), Some(step.cast_unsigned() as u64)])
+            (11, [*axis as u64, *start as u64, step.cast_unsigned() as u64])
         }
-        Op::Move(Movement::Windows { axis, step, dilation }) => {
-            (12, [Some(*axis as u64), Some(*step as u64), Some(*dilation as u64)])
-        }
-        Op::Reduce(op, axes) => (13, [Some(*op as u64), Some(axes.bits()), None]),
-        Op::ArgReduce { axis, largest } => (14, [Some(*axis as u64), Some(u64::from(*largest)), None]),
-        Op::Matmul => (15, [None; 3]),
-        Op::Cumsum { axis, is_reverse } => (16, [Some(*axis as u64), Some(u64::from(*is_reverse)), None]),
-        Op::ArgSort { axis, is_descending } => (17, [Some(*axis as u64), Some(u64::from(*is_descending)), None]),
-        Op::Gather { axis } => (18, [Some(*axis as u64), None, None]),
-        Op::ScatterAdd { axis, size } => (19, [Some(*axis as u64), Some(*size as u64), None]),
+        Op::Move(Movement::Windows { axis, step, dilation }) => (12, [*axis as u64, *step as u64, *dilation as u64]),
+        Op::Reduce(op, axes) => (13, [*op as u64, axes.bits(), 0]),
+        Op::ArgReduce { axis, largest } => (14, [*axis as u64, u64::from(*largest), 0]),
+        Op::Matmul => (15, [0; 3]),
+        Op::Cumsum { axis, is_reverse } => (16, [*axis as u64, u64::from(*is_reverse), 0]),
+        Op::ArgSort { axis, is_descending } => (17, [*axis as u64, u64::from(*is_descending), 0]),
+        Op::Gather { axis } => (18, [*axis as u64, 0, 0]),
+        Op::ScatterAdd { axis, size } => (19, [*axis as u64, *size as u64, 0]),
         // Its corners follow, one for each input.
-        Op::Place(_) => (20, [None; 3]),
+        Op::Place(_) => (20, [0; 3]),
         // Its axes follow.
-        Op::Fold { before, .. } => (21, [Some(u64::from(before.is_some())), None, None]),
-        Op::Failed(_) => (22, [None; 3]),
-        Op::Contract { summed } => (23, [Some(summed.bits()), None, None]),
-        Op::Attention { is_causal } => (24, [Some(u64::from(*is_causal)), None, None]),
-        Op::AttentionRows { is_causal } => (25, [Some(u64::from(*is_causal)), None, None]),
-        Op::AttentionGradient { is_causal, of } => (26, [Some(u64::from(*is_causal)), Some(*of as u64), None]),
-        Op::Preferred => (27, [None; 3]),
+        Op::Fold { before, .. } => (21, [u64::from(before.is_some()), 0, 0]),
+        Op::Failed(_) => (22, [0; 3]),
+        Op::Contract { summed } => (23, [summed.bits(), 0, 0]),
+        Op::Attention { is_causal } => (24, [u64::from(*is_causal), 0, 0]),
+        Op::AttentionRows { is_causal } => (25, [u64::from(*is_causal), 0, 0]),
+        Op::AttentionGradient { is_causal, of } => (26, [u64::from(*is_causal), *of as u64, 0]),
+        Op::Preferred => (27, [0; 3]),
     };
-    let flags = u64::from(is_output) << 16 | (node.dtype as u64) << 8 | code;
-    key.push(flags | (inputs.len() as u64) << 32 | u64::from(value.is_some()) << 24);
-    key.extend(details.iter().flatten());
-    key.extend(inputs.iter().map(|input| *input as u64));
+    let (rank, dtype) = (node.shape.rank() as u64, node.dtype as u64);
+    let [first, second, third] = details;
+    key.extend_from_slice(&[(inputs as u64) << 32 | rank << 16 | dtype << 8 | code, first, second, third]);
     match op {
         Op::Place(corners) => key.extend(corners.iter().flatten().map(|at| *at as u64)),
         Op::Fold { last, before } => {
@@ -300,18 +407,128 @@ fn write_key(key: &mut Vec<u64>, node: &Node, op: &Op, inputs: &[usize], value: 
         }
         _ => {}
     }
-    write_shape(key, &node.shape);
-    if let Some(Value { layout, .. }) = value {
-        write_layout(key, layout);
+    key.extend(node.shape.iter().map(|size| *size as u64));
+}
+
+fn write_layout(key: &mut Vec<u64>, Value { layout, .. }: &Value) {
+    key.extend(layout.strides().iter().map(|stride| stride.cast_unsigned() as u64));
+    key.push(layout.offset.cast_unsigned() as u64);
+}
+
+/// Which leaves may be overwritten, as bits. What two of them are in is read by whoever reads either.
+fn write_given_up(
+    key: &mut Vec<u64>,
+    leaves: &[Value],
+    given_up: &[Arc<Storage>],
+    numbers: &mut Numbers,
+    mut details: Option<&mut Details>,
+) {
+    let address = |storage: &Arc<Storage>| Arc::as_ptr(storage).addr() as u64;
+    let mut held: SmallVec<[u32; 16]> = SmallVec::new();
+    if !given_up.is_empty() {
+        numbers.clear();
+        given_up.iter().zip(0..).for_each(|(storage, number)| {
+            numbers.of(address(storage), number);
+        });
+        held.resize(given_up.len(), 0);
+    }
+    // Which of those given up a leaf is in, if any.
+    let found = |leaf: &Value| {
+        let number = if given_up.is_empty() { None } else { numbers.find(address(&leaf.storage)) };
+        number.map(|number| number as usize)
+    };
+    for leaf in leaves {
+        if let Some(number) = found(leaf) {
+            held[number] += 1;
+        }
+    }
+    for part in leaves.chunks(u64::BITS as usize) {
+        let mut word = 0;
+        for (bit, leaf) in part.iter().enumerate() {
+            let is_given_up = found(leaf).is_some_and(|number| held[number] == 1);
+            word |= u64::from(is_given_up) << bit;
+            details.iter_mut().for_each(|details| details.given_up.push(is_given_up));
+        }
+        key.push(word);
     }
 }
 
-fn write_shape(key: &mut Vec<u64>, shape: &Shape) {
-    key.push(shape.rank() as u64);
-    key.extend(shape.iter().map(|size| *size as u64));
+/// Keys that are not equal may have the same: they are compared when it is.
+fn hash_of(key: &[u64]) -> u64 {
+    const SPREAD: u64 = 0x9E37_79B9_7F4A_7C15;
+    // Four side by side: each waits for its own last product only.
+    let mut lanes = [key.len() as u64, 1, 2, 3];
+    for words in key.chunks(lanes.len()) {
+        for (lane, word) in lanes.iter_mut().zip(words) {
+            *lane = (*lane ^ word).wrapping_mul(SPREAD).rotate_left(29);
+        }
+    }
+    lanes.iter().fold(0, |hash, lane| (hash ^ lane).wrapping_mul(SPREAD).rotate_left(29))
 }
 
-fn write_layout(key: &mut Vec<u64>, layout: &Layout) {
-    key.extend(layout.strides().iter().map(|stride| stride.cast_unsigned() as u64));
-    key.push(layout.offset.cast_unsigned() as u64);
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::OwnDevice;
+    use crate::{DType, Device, Tensor};
+
+    fn graph_of(tensors: &[&Tensor]) -> PlanGraph {
+        let nodes: Vec<Arc<Node>> = tensors.iter().map(|tensor| tensor.node.clone()).collect();
+        PlanGraph::take(&nodes, Mode::Fused, &[]).unwrap()
+    }
+
+    #[test]
+    fn nodes_are_numbered_as_they_were_made_however_long_ago_that_was() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
+        let variables: Vec<Tensor> = (0..5).map(|n| Tensor::full(&[3], n, DType::F32).with_grad()).collect();
+        // Ids of others lie in between.
+        let others: Vec<Tensor> = (0..1000).map(|n| Tensor::full(&[3], n, DType::F32)).collect();
+        let last = variables.iter().rev().fold(&others[0] * 2.0, |sum, variable| (&sum + variable) * &sum);
+        let graph = graph_of(&[&last, &variables[0]]);
+        let made: Vec<u64> = graph.nodes.iter().map(|node| node.node.id).collect();
+        assert!(made.is_sorted(), "{made:?}");
+        for node in 0..graph.nodes.len() {
+            let ids: Vec<u64> = graph.inputs(node).iter().map(|input| graph.nodes[*input].node.id).collect();
+            let state = graph.nodes[node].node.state.lock();
+            let own: Vec<u64> = state.recipe.iter().flat_map(|recipe| &recipe.inputs).map(|input| input.id).collect();
+            assert_eq!(ids, own, "{node}");
+        }
+        let outputs: Vec<u64> = graph.outputs.iter().map(|output| graph.nodes[*output].node.id).collect();
+        assert_eq!(outputs, [variables[0].node.id, last.node.id]);
+        let met: Vec<u64> = graph.snapshot.outputs().map(|node| node.id).collect();
+        assert_eq!(met, outputs, "values come in the order that the plan has its outputs in");
+    }
+
+    #[test]
+    fn keys_tell_what_plans_depend_on() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
+        let [a, b] = [1.0, 2.0].map(|value| Tensor::full(&[4], value, DType::F32));
+        Tensor::realize_all(&[&a, &b]).unwrap();
+        let key = |tensors: &[&Tensor]| graph_of(tensors).snapshot.key.clone();
+        let one = key(&[&((&a + &b) * 3.0)]);
+        assert_eq!(one, key(&[&((&b + &a) * 4.0)]), "elements and scalars are no part of it");
+        let (twice, sum) = (&a + &a, &a + &b);
+        let others = [
+            key(&[&((&a + &a) * 3.0)]),
+            key(&[&((&a - &b) * 3.0)]),
+            key(&[&(&a + &b)]),
+            key(&[&(&sum * 3.0), &sum]),
+            key(&[&((a.reshape(&[2, 2]) + b.reshape(&[2, 2])) * 3.0)]),
+            key(&[&((&a + b.flip(0)) * 3.0)]),
+            key(&[&(&twice * 3.0), &twice]),
+        ];
+        for (n, other) in others.iter().enumerate() {
+            assert!(*other != one && others[..n].iter().all(|before| before != other), "{n}");
+        }
+        // Of what two leaves are in, neither may be overwritten.
+        let storage = a.value().unwrap().storage;
+        let taken = |tensor: &Tensor| {
+            let graph =
+                PlanGraph::take(std::slice::from_ref(&tensor.node), Mode::Fused, std::slice::from_ref(&storage));
+            graph.unwrap().given_up.clone()
+        };
+        assert_eq!(taken(&(&a + &b)), [Some(4), None]);
+        let seen = Tensor { node: Node::of_value(a.value().unwrap(), DType::F32, false, a.node.at) };
+        assert_eq!(taken(&(&a + &seen)), [None, None]);
+    }
 }

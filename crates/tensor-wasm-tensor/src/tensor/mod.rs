@@ -26,7 +26,7 @@ use crate::device::{Device, with_device};
 use crate::dtype::{DType, Element};
 use crate::error::{ErrorKind, Result, TensorError};
 use crate::graph::op::Op;
-use crate::graph::{Node, Storage, Value};
+use crate::graph::{Inputs, Node, Storage, Value};
 use crate::schedule::{self, Explanation, Mode};
 use crate::shape::{Layout, Shape};
 
@@ -63,6 +63,9 @@ impl Tensor {
 
     /// The error of an operation that made no sense, if it is the result of one.
     pub fn check(&self) -> Result<()> {
+        if !self.node.is_failed {
+            return Ok(());
+        }
         let state = self.node.state.lock();
         match &state.recipe {
             Some(recipe) => match &recipe.op {
@@ -80,7 +83,7 @@ impl Tensor {
     /// A tensor of no shape that holds an error.
     pub(crate) fn holding(error: TensorError) -> Tensor {
         let at = error.at;
-        Tensor { node: Node::new(Op::Failed(error), Vec::new(), Shape::SCALAR, DType::F32, false, at) }
+        Tensor { node: Node::new(Op::Failed(error), Inputs::new(), Shape::SCALAR, DType::F32, false, at) }
     }
 
     /// Computes it now, with everything it needs.
@@ -140,10 +143,10 @@ impl Tensor {
 
     pub(crate) fn value(&self) -> Result<Value> {
         if let Some(value) = &self.node.state.lock().value {
-            return Ok(value.clone());
+            return Ok(Value::clone(value));
         }
         self.realize()?;
-        let value = self.node.state.lock().value.clone();
+        let value = self.node.state.lock().value.as_deref().cloned();
         value.ok_or_else(|| {
             TensorError::new("realize", ErrorKind::Bug { why: "nothing was computed".to_owned() }, self.node.at)
         })
@@ -165,8 +168,9 @@ impl Tensor {
         {
             // Straight into the vector: who has that will hardly ask again, so no copy is kept beside it.
             let count = self.numel();
+            let begun = buffer.read_ahead(count * size_of::<T>()).map_err(failed)?;
             let mut all = self.collected(count, "to_vec", at, |_| ())?;
-            CpuBuffer::fill_vec(&mut all, count, |bytes| buffer.read_to(bytes)).map_err(failed)?;
+            CpuBuffer::fill_vec(&mut all, count, |bytes| buffer.read_begun(begun, bytes)).map_err(failed)?;
             return Ok(all);
         }
         let buffer = value.storage.cpu().map_err(failed)?;

@@ -1,6 +1,5 @@
 //! Primitive operations as they are made: which shapes and types they take, and what they make of them.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{Caller, Tensor};
@@ -9,7 +8,7 @@ use crate::autograd;
 use crate::dtype::{DType, Scalar};
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::{BinaryOp, FoldedAxis, Movement, Op, ReduceOp, UnaryOp};
-use crate::graph::{Node, Recipe};
+use crate::graph::{Inputs, Node, Recipe};
 use crate::schedule::{self, Mode};
 use crate::shape::{AxisSet, RANK_MAX, Shape};
 
@@ -37,7 +36,7 @@ impl Tensor {
             return Tensor::failed(op.name(), what, at);
         }
         let flows = dtype.is_float() && autograd::is_recording() && inputs.iter().any(|input| input.requires_grad());
-        let nodes: Vec<Arc<Node>> = inputs.iter().map(|input| input.node.clone()).collect();
+        let nodes: Inputs = inputs.iter().map(|input| input.node.clone()).collect();
         let node = Node::new(op, nodes, shape, dtype, flows, at);
         if node.depth.load(Ordering::Relaxed) >= QUEUE_DEPTH_MAX && !account::is_charged() {
             // What is wrong with it is said to whoever reads it; it is not tried again for each operation that follows.

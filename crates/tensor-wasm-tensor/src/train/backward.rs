@@ -57,10 +57,11 @@ impl Tensor {
         if self.node.requires_grad && self.node.state.lock().recipe.is_none() {
             return Err(TensorError::new("backward", ErrorKind::GraphFreed, at));
         }
-        let nodes = autograd::reachable(&self.node);
-        let asked: Vec<Tensor> =
-            nodes.iter().filter(|node| node.is_asked()).map(|node| Tensor { node: node.clone() }).collect();
-        let new = autograd::grad_at(self, &asked.iter().collect::<Vec<_>>(), "backward", at)?;
+        let gradients = autograd::NodeGradients::of(autograd::reachable(&self.node));
+        let gradients = gradients.of_number(self, "backward", at)?;
+        let asked = gradients.nodes().iter().filter(|node| node.is_asked());
+        let asked: Vec<Tensor> = asked.map(|node| Tensor { node: node.clone() }).collect();
+        let new = gradients.found(&asked.iter().collect::<Vec<_>>(), "backward", at)?;
         let new: Vec<Tensor> = new.iter().map(Tensor::detach).collect();
         let known: Vec<Option<Tensor>> = asked.iter().map(Tensor::grad).collect();
         let add = |known: Option<&Tensor>, new: &Tensor| {
@@ -77,7 +78,7 @@ impl Tensor {
             *kept = Some(if id(&kept) == id(known) { sum } else { add(kept.as_ref(), new) });
         }
         // What nobody else holds goes with the recipes that referred to it.
-        for node in nodes.iter().filter(|node| !node.is_asked()) {
+        for node in gradients.nodes().iter().filter(|node| !node.is_asked()) {
             let mut state = node.state.lock();
             let gone = if state.value.is_some() { state.recipe.take() } else { None };
             drop(state);
