@@ -208,6 +208,15 @@ fn writes_come_back(setup: &Setup) {
             tenant.read(other.handle(), 3, &mut seen).await.unwrap();
             assert!(seen == bytes, "{size} bytes, async");
         });
+        let begun = tenant.read_ahead(other.handle(), 3, size).unwrap();
+        assert_eq!(begun.is_some(), (4_097..=2 << 20).contains(&size), "{size} bytes pass in one piece or not");
+        if let Some(begun) = begun {
+            let mut seen = vec![0xa5; size];
+            begun.finish(&mut seen).unwrap();
+            assert!(seen == bytes, "{size} bytes, begun before");
+            let begun = tenant.read_ahead(other.handle(), 3, size).unwrap().unwrap();
+            assert!(matches!(begun.finish(&mut seen[1..]), Err(DeviceError::BadLaunch { .. })));
+        }
     }
     let empty = tenant.buffer(8).unwrap();
     write(&tenant, empty.handle(), 8, &[]);

@@ -1,7 +1,7 @@
 //! What plans that were run before cost on the host: the device computes nothing, so what is measured is making the
 //! graph, finding its plan, sending it and, where elements are read, waiting for a worker that is done at once.
-//! `cargo bench -p tensor-wasm-tensor --features cuda --bench host`; names of rows, or parts of them, choose some. Under
-//! the tests each runs a few times.
+//! `cargo bench -p tensor-wasm-tensor --features cuda --bench host`; names of rows, or parts of them, choose some.
+//! Without `--bench` each runs a few times.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a program for people")]
 

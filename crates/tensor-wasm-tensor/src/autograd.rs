@@ -371,7 +371,7 @@ fn signed(axis: usize) -> isize {
     isize::try_from(axis).unwrap_or(isize::MAX)
 }
 
-/// NodeGradients of attention's queries, keys and values: each as the composed one says, and as kernels do that recompute
+/// Gradients of attention's queries, keys and values: each as the composed one says, and as kernels do that recompute
 /// scores tile by tile. Which of the two is decided when it is computed.
 fn pull_back_attention(
     is_causal: bool,

@@ -450,7 +450,7 @@ impl PlanState {
             outputs.iter_mut().for_each(|output| output.pending = pending.clone());
         }
         copies.iter().for_each(|(storage, copy)| storage.keep(copy));
-        if !self.lowered.check.is_passed(leaves) {
+        if !self.lowered.check.is_passed(leaves, &self.written) {
             self.check(plan).inspect_err(|_| self.is_torn = true)?;
         }
         let storages: Vec<Arc<Storage>> =

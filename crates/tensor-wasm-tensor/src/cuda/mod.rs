@@ -472,8 +472,8 @@ impl CudaBuffer {
         buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
     }
 
-    /// Has so many of its bytes copied back once they are computed, before there is memory for them: the device does not
-    /// wait for what a large vector takes to be allocated. None where [`CudaBuffer::read_to`] has to.
+    /// Has so many of its bytes copied back once they are computed, before there is memory for them: the device does
+    /// not wait for what a large vector takes to be allocated. None where [`CudaBuffer::read_to`] has to.
     pub(crate) fn read_ahead(&self, bytes: usize) -> Result<Option<PendingRead>, ErrorKind> {
         let read = self.device.when_possible(|stream| stream.read_ahead(self.buffer.handle(), 0, bytes));
         read.map_err(|what| self.if_lost(what))

@@ -77,13 +77,24 @@ pub(super) struct CudaPlan {
 pub(super) enum Check {
     /// Flags that kernels write, after they have run. Whoever looks waits for them.
     Flags,
-    /// Indices among the leaves, and the sizes of the axes that they are for. Where the host has them too, they are
+    /// Indices, and the sizes of the axes that they are for. Where the host has what they are made of too, they are
     /// looked at there, and nobody waits. There may be none.
-    Indices(Vec<(BufferView, usize)>),
+    Indices(Vec<(Indices, usize)>),
+}
+
+/// Indices that the host may look at.
+pub(super) enum Indices {
+    /// Among the leaves.
+    Leaf(BufferView),
+    /// What a kernel makes of leaves: a value of it. A loss moves classes that make no sense out of the range.
+    Made(MapKernel, usize),
 }
 
 /// Indices that the host looks at: some microseconds, as much as a round trip takes.
 const INDICES_MAX: usize = 8192;
+
+/// The same where it computes them first.
+const MADE_INDICES_MAX: usize = 1024;
 
 impl Check {
     fn of(halved: &HalvedPlan) -> Check {
@@ -100,23 +111,107 @@ impl Check {
                 _ => continue,
             };
             match view.source {
-                Source::Leaf(_) => indices.push((*view, size)),
+                Source::Leaf(_) => indices.push((Indices::Leaf(*view), size)),
                 Source::Slot(slot) if is_extreme(&halved.steps[..n], slot, size) => {}
-                Source::Slot(_) => return Check::Flags,
+                Source::Slot(slot) => match made_by(&halved.steps[..n], slot) {
+                    Some((kernel, value)) => indices.push((Indices::Made(kernel.clone(), value), size)),
+                    None => return Check::Flags,
+                },
             }
         }
         Check::Indices(indices)
     }
 
-    /// Whether everything can be computed, as far as the host can tell.
-    pub(super) fn is_passed(&self, leaves: &[Value]) -> bool {
+    /// Whether everything can be computed, as far as the host can tell: from leaves, and the numbers that come with the
+    /// run.
+    pub(super) fn is_passed(&self, leaves: &[Value], words: &[u8]) -> bool {
+        let is_inside = |(indices, size): &(Indices, usize)| match indices {
+            Indices::Leaf(view) => is_inside(view, *size, leaves),
+            Indices::Made(kernel, value) => is_made_inside(kernel, *value, *size, leaves, words),
+        };
         match self {
             Check::Flags => false,
-            Check::Indices(indices) => {
-                indices.iter().all(|(view, size)| is_inside(view, *size, leaves).unwrap_or(false))
-            }
+            Check::Indices(indices) => indices.iter().all(|indices| is_inside(indices).unwrap_or(false)),
         }
     }
+}
+
+/// The kernel that fills a slot, and with which of its values, if it makes each element of leaves.
+fn made_by(before: &[Option<Step>], slot: usize) -> Option<(&MapKernel, usize)> {
+    before.iter().flatten().find_map(|step| {
+        let Step::Map(kernel) = step else { return None };
+        let (value, _) = kernel.stores.iter().find(|(_, to)| *to == slot)?;
+        let is_of_leaves = kernel.loads.iter().all(|load| load.slot().is_none());
+        (kernel.reduced.is_empty() && is_of_leaves).then_some((kernel, *value))
+    })
+}
+
+/// Whether all elements of a value are indices of an axis, if the host has what they are made of, and they are few.
+fn is_made_inside(kernel: &MapKernel, value: usize, size: usize, leaves: &[Value], words: &[u8]) -> Option<bool> {
+    if kernel.space.numel() > MADE_INDICES_MAX {
+        return None;
+    }
+    let size = i64::try_from(size).ok()?;
+    let mut known = vec![None; value + 1];
+    host_value(kernel, value, leaves, words, &mut known)?;
+    Some(known[value].as_ref()?.iter().all(|index| (-size..size).contains(index)))
+}
+
+/// Computes the elements of a kernel's value, if they are integers or truths that the host can make.
+fn host_value(
+    kernel: &MapKernel,
+    value: usize,
+    leaves: &[Value],
+    words: &[u8],
+    known: &mut [Option<Vec<i64>>],
+) -> Option<()> {
+    if known[value].is_some() {
+        return Some(());
+    }
+    let made = &kernel.values[value];
+    if !matches!(made.dtype, DType::I64 | DType::Bool) {
+        return None;
+    }
+    for operand in made.kind.operands() {
+        host_value(kernel, operand, leaves, words, known)?;
+    }
+    let of = |operand: usize| known[operand].as_deref();
+    let elements = match &made.kind {
+        ValueKind::Load(load) => {
+            let BufferView { source: Source::Leaf(leaf), layout, dtype } = &kernel.loads[*load] else { return None };
+            let buffer = leaves.get(*leaf)?.storage.here()?;
+            if layout.shape != kernel.space {
+                return None;
+            }
+            let mut elements = Vec::with_capacity(layout.shape.numel());
+            layout.for_each_position(|position| elements.push(buffer.at(*dtype, position).1));
+            elements
+        }
+        ValueKind::Fill(number) if made.dtype == DType::I64 => {
+            let word = words.chunks_exact(size_of::<i64>()).nth(*number)?;
+            vec![i64::from_le_bytes(word.try_into().ok()?); kernel.space.numel()]
+        }
+        ValueKind::Binary(op, a, b) => {
+            let apply: fn(i64, i64) -> i64 = match op {
+                BinaryOp::Add => i64::wrapping_add,
+                BinaryOp::Sub => i64::wrapping_sub,
+                BinaryOp::Max => i64::max,
+                BinaryOp::Min => i64::min,
+                BinaryOp::Eq => |a, b| i64::from(a == b),
+                BinaryOp::Lt => |a, b| i64::from(a < b),
+                BinaryOp::Le => |a, b| i64::from(a <= b),
+                _ => return None,
+            };
+            of(*a)?.iter().zip(of(*b)?).map(|(a, b)| apply(*a, *b)).collect()
+        }
+        ValueKind::Where(condition, a, b) => {
+            let both = of(*a)?.iter().zip(of(*b)?);
+            of(*condition)?.iter().zip(both).map(|(is_first, (a, b))| if *is_first != 0 { *a } else { *b }).collect()
+        }
+        _ => return None,
+    };
+    known[value] = Some(elements);
+    Some(())
 }
 
 /// Whether a slot has places of extremes along an axis that is no longer than so much.

@@ -2,7 +2,7 @@
 //! graph is taken.
 
 /// Ids, each with a number: an open-addressed table. Most graphs have some ten to some hundred nodes and are taken anew
-/// in each step of a loop, where the standard library's set took a third of the time (`benches/host.rs`).
+/// in each step of a loop, where the standard library's set took a third of the time (benchmark `host`).
 #[derive(Default)]
 pub(crate) struct Numbers {
     /// A power of two of them.

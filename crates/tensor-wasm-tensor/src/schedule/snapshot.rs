@@ -157,8 +157,8 @@ impl Snapshot {
     }
 
     /// Nodes are met level by level from what is asked for, and the key says of each what it does and which nodes it
-    /// does that with; after them comes in which order they were made, by which operations are put into kernels. Nothing
-    /// is kept of them but by `details`.
+    /// does that with; after them comes in which order they were made, by which operations are put into kernels.
+    /// Nothing is kept of them but by `details`.
     fn walk(
         asked: &[Arc<Node>],
         mode: Mode,

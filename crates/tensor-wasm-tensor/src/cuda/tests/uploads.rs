@@ -135,3 +135,28 @@ fn reading_a_number_is_one_round_trip() {
         assert_eq!(execute::round_trips() - before, 3);
     });
 }
+
+/// A loss moves classes below zero out of the range, in a kernel; what comes of those that the host has it knows.
+#[test]
+fn classes_that_the_host_has_are_looked_at_there() {
+    let device = Place::Cuda(CudaDevice::of(Device::open(&emulated(false)).unwrap(), "classes").unwrap());
+    let weights = with_device(&Place::Cpu, || normal(&[8, 3], 3, DType::F32));
+    with_device(&device, || {
+        let x = Tensor::normal(&[4, 8], 1, DType::F32);
+        x.realize().unwrap();
+        let step = |classes: [i64; 4]| {
+            let weights = weights.with_grad();
+            let loss = x.matmul(&weights).cross_entropy(&Tensor::from_slice(&classes, &[4]));
+            let before = execute::round_trips();
+            loss.backward().map(|()| (execute::round_trips() - before, loss))
+        };
+        // In the first few runs kernels are loaded and graphs recorded.
+        let trips: Vec<u64> = (0..8).map(|n| step([0, 1, 2, n % 3]).unwrap().0).collect();
+        assert_eq!(trips[5..], [0; 3], "{trips:?}");
+        for (class, text) in [(-1, "class -1, and there are 3"), (3, "class 3, and there are 3")] {
+            let error = step([0, 1, class, 2]).map(|_| ()).unwrap_err().to_string();
+            assert!(error.contains(text), "{error}");
+        }
+        assert!(step([2, 2, 2, 2]).unwrap().1.item::<f32>().unwrap() > 0.0);
+    });
+}
