@@ -14,7 +14,7 @@ use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::number::index;
 use crate::queue::job::{Cell, Job};
-use crate::queue::link::Order;
+use crate::queue::link::{Order, Ticket};
 use crate::slab::PAYLOAD_BYTES_MAX;
 
 /// Copies of ordinary memory from this size on are shared between threads: one alone fills staging slower than a GPU
@@ -205,6 +205,21 @@ impl Stream {
         }
     }
 
+    /// Begins to copy a buffer to ordinary memory, without waiting for anything. None where that takes more than one
+    /// block of staging, or where there is none.
+    pub fn try_read(&self, buffer: Handle, offset: u64, bytes: usize) -> Result<Option<ReadUnderWay>, DeviceError> {
+        if bytes <= PAYLOAD_BYTES_MAX {
+            let Completion(ticket) = self.read_inline(buffer, offset, bytes as u64)?;
+            return Ok(Some(ReadUnderWay { ticket, bytes }));
+        }
+        if bytes as u64 > BLOCK_BYTES {
+            return Ok(None);
+        }
+        let Some(block) = self.state.bound()?.link.staging.try_block() else { return Ok(None) };
+        let Completion(ticket) = self.read_block(block, buffer, offset, bytes as u64)?;
+        Ok(Some(ReadUnderWay { ticket, bytes }))
+    }
+
     /// The same in this thread and, for large copies, some helpers.
     pub fn read_blocking(&self, buffer: Handle, offset: u64, bytes: &mut [u8]) -> Result<(), DeviceError> {
         if bytes.len() < PARALLEL_BYTES_MIN {
@@ -259,6 +274,33 @@ impl Stream {
 
     fn count_from(&self, bytes: u64) {
         self.device().0.metrics.bytes_from_device.inc_by(bytes);
+    }
+}
+
+/// A copy from a buffer that was begun. Dropping it does not stop the copy.
+pub struct ReadUnderWay {
+    ticket: Ticket,
+    bytes: usize,
+}
+
+impl ReadUnderWay {
+    /// Whether the copy is done, or never will be.
+    pub fn is_over(&self) -> bool {
+        self.ticket.is_over()
+    }
+
+    /// Polls for its end, once. What was read is then at the beginning of `all`.
+    pub fn poll_to(&mut self, cx: &mut Context<'_>, all: &mut [u8]) -> Poll<Result<(), DeviceError>> {
+        let Some(all) = all.get_mut(..self.bytes) else {
+            let why = format!("{} bytes are read, and there is room for {}", self.bytes, all.len());
+            return Poll::Ready(Err(DeviceError::BadLaunch { why }));
+        };
+        let (link, cell) = (self.ticket.link().clone(), self.ticket.cell());
+        let last_look = |kept: Option<&Keep>| match kept {
+            Some(_) => copy_out(kept, all),
+            None => Cell(link.slab.cell(cell)).payload(all),
+        };
+        self.ticket.poll_with(cx, last_look).map(|answer| answer.map(drop))
     }
 }
 

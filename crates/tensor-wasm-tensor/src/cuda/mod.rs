@@ -21,13 +21,16 @@ pub(crate) mod tests;
 mod tile;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{
-    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, Stream, Tenant, TenantLimits,
+    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, ReadUnderWay, Stream, Tenant,
+    TenantLimits,
 };
 use tensor_wasm_jit::Target;
 
@@ -205,6 +208,7 @@ impl CudaDevice {
                 ahead.front().filter(|_| all > ahead_max).map(|(oldest, _)| oldest.clone())
             };
             let Some(oldest) = oldest else { return Ok(()) };
+            account::check_hurry()?;
             account::between_kernels()?;
             // Whoever has it hears of its failure.
             let _ = oldest.wait();
@@ -257,6 +261,7 @@ impl CudaDevice {
 
     /// The same for what is waited for.
     fn when_done<T>(&self, run: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
+        account::check_hurry()?;
         execute::count(|counts| counts.round_trips += 1);
         self.when_possible(run)
     }
@@ -276,6 +281,7 @@ fn when_possible<T>(stream: &Stream, mut send: impl FnMut(&Stream) -> Result<T, 
     loop {
         match send(stream) {
             Err(DeviceError::Busy { .. }) => {
+                account::check_hurry()?;
                 account::check_stopped()?;
                 std::thread::park_timeout(ROOM_PERIOD);
             }
@@ -334,6 +340,11 @@ impl Pending {
     fn is_known_to_be_over(&self) -> bool {
         let is_over = |state: &PendingState| state.completion.as_ref().is_none_or(Completion::is_over);
         self.0.try_lock().is_some_and(|state| is_over(&state)) && !matches!(self.is_over(), Ok(false))
+    }
+
+    /// Whether somebody waits for it now, so that whoever asks about it may wait too.
+    fn is_waited_for(&self) -> bool {
+        self.0.is_locked()
     }
 
     /// Whether it could not be done, as far as somebody has looked.
@@ -395,8 +406,15 @@ pub(crate) struct CudaBuffer {
 impl CudaBuffer {
     /// Memory with anything in it, which whoever asks for it writes.
     fn new(device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
-        let buffer = device.0.tenant.buffer(bytes.max(1) as u64);
-        let buffer = buffer.map_err(|error| memory_failed(device, &error, bytes))?;
+        let (tenant, size) = (&device.0.tenant, bytes.max(1) as u64);
+        let there = tenant.try_buffer(size).map_err(|error| memory_failed(device, &error, bytes))?;
+        let buffer = match there {
+            Some(buffer) => buffer,
+            None => {
+                account::check_hurry()?;
+                tenant.buffer(size).map_err(|error| memory_failed(device, &error, bytes))?
+            }
+        };
         let (worker, buffer) = (device.worker(), Arc::new(buffer));
         Ok(CudaBuffer { device: device.clone(), buffer, bytes, pending: Arc::default(), worker })
     }
@@ -450,6 +468,7 @@ impl CudaBuffer {
             let sent = device.when_possible(|stream| stream.write_small(made.buffer.handle(), 0, from.as_bytes()))?;
             return Ok(CudaBuffer { pending: Pending::new(sent, Vec::new()), ..made });
         }
+        account::check_hurry()?;
         // On a stream of its own it runs beside the kernels of earlier plans. What reads it comes after it, and it
         // comes after what used its memory before: the device keeps that order between streams, buffer by buffer.
         let last = device.0.upload.lock().take();
@@ -470,6 +489,14 @@ impl CudaBuffer {
         buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
     }
 
+    /// Begins to copy some of its bytes back, without waiting. None where that is not possible.
+    pub(crate) fn begin_read(self: &Arc<Self>, bytes: Range<usize>) -> Result<Option<CudaRead>, ErrorKind> {
+        let (from, len) = (bytes.start as u64, bytes.len());
+        let read = when_possible(self.device.stream(), |stream| stream.try_read(self.buffer.handle(), from, len));
+        let read = read.map_err(|what| self.if_lost(what))?;
+        Ok(read.map(|read| CudaRead { read, of: self.clone() }))
+    }
+
     /// Copies the first of its elements, once they are computed.
     pub(crate) fn read_to(&self, bytes: &mut [u8]) -> Result<(), ErrorKind> {
         if !bytes.is_empty() {
@@ -478,6 +505,25 @@ impl CudaBuffer {
         }
         // Over by now, as the copy came after it.
         self.pending.settle()
+    }
+}
+
+/// Bytes that are being copied from a GPU.
+pub(crate) struct CudaRead {
+    read: ReadUnderWay,
+    of: Arc<CudaBuffer>,
+}
+
+impl CudaRead {
+    pub(crate) fn is_over(&self) -> bool {
+        self.read.is_over()
+    }
+
+    pub(crate) fn poll_to(&mut self, cx: &mut Context<'_>, bytes: &mut [u8]) -> Poll<Result<(), ErrorKind>> {
+        let read = std::task::ready!(self.read.poll_to(cx, bytes));
+        // What was computed is over by now, as the copy came after it.
+        let read = read.map_err(|error| self.of.if_lost(failed(&error)));
+        Poll::Ready(read.and_then(|()| self.of.pending.settle()))
     }
 }
 

@@ -9,6 +9,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 
 use self::op::{Movement, Op};
+#[cfg(feature = "cuda")]
+use crate::account;
 use crate::account::NodeCharge;
 use crate::cpu::memory::CpuBuffer;
 #[cfg(feature = "cuda")]
@@ -129,6 +131,7 @@ impl Storage {
         if self.cpu.get().is_none()
             && let Some(buffer) = self.cuda.lock().clone()
         {
+            account::check_hurry()?;
             // Another thread may have been quicker.
             let _ = self.cpu.set(buffer.read()?);
         }

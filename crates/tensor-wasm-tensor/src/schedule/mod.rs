@@ -156,7 +156,10 @@ pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Stor
     if snapshot.outputs.is_empty() {
         return Ok(());
     }
-    let compiled = compiled(&snapshot, mode);
+    let compiled = compiled(&snapshot, mode).map_err(|what| {
+        let node = snapshot.outputs.last().map_or(&nodes[0], |output| &snapshot.nodes[*output].node);
+        TensorError::of_node(node, "realize", what)
+    })?;
     let values = admit(&compiled, &snapshot).and_then(|()| execute(&compiled, &snapshot));
     let values = values.map_err(|(node, what)| {
         let failed = &snapshot.nodes[node];
@@ -232,16 +235,17 @@ fn planned(snapshot: &Snapshot) -> Option<Arc<CompiledPlan>> {
     with_plans(|plans| plans.get(&snapshot.key))
 }
 
-fn compiled(snapshot: &Snapshot, mode: Mode) -> Arc<CompiledPlan> {
+fn compiled(snapshot: &Snapshot, mode: Mode) -> Result<Arc<CompiledPlan>, ErrorKind> {
     let key = &snapshot.key[..];
     if let Some(found) = with_plans(|plans| plans.get(key)) {
-        return found;
+        return Ok(found);
     }
+    account::check_hurry()?;
     MADE.set(MADE.get() + 1);
     let plan = Grouping::of(snapshot, mode).plan();
     let compiled = Arc::new(CompiledPlan::new(plan));
     with_plans(|plans| plans.keep(key, &compiled));
-    compiled
+    Ok(compiled)
 }
 
 #[cfg(test)]

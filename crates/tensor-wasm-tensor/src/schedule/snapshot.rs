@@ -5,6 +5,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::account;
 use crate::error::{ErrorKind, TensorError};
 use crate::graph::op::{FoldedAxis, Movement, Op};
 use crate::graph::{Node, Recipe, Storage, Value};
@@ -38,6 +39,9 @@ pub(super) struct SnapshotNode {
 
 /// Nodes of a graph beyond which those that were met are found by hashing.
 const SEARCHED_MAX: usize = 16;
+
+/// Nodes of a graph that a thread in a hurry looks through: some ten microseconds.
+const HURRIED_MAX: usize = 128;
 
 /// Numbers of the nodes that were met, once there are many.
 #[derive(Default)]
@@ -111,9 +115,13 @@ impl Snapshot {
         let (mut input_ids, mut values) = (Vec::<u64>::with_capacity(2 * NODES_MIN), Vec::<Option<Value>>::new());
         let mut seen = Seen::default();
         let mut target = PlanTarget::default();
+        let nodes_max = if account::is_hurried() { HURRIED_MAX } else { usize::MAX };
         while let Some(node) = left.pop() {
             if !seen.insert(node.id, &found) {
                 continue;
+            }
+            if found.len() >= nodes_max {
+                return Err(TensorError::of_node(&node, "realize", ErrorKind::WouldWait));
             }
             let state = node.state.lock();
             let first = index(input_ids.len());
