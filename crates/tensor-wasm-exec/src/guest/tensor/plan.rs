@@ -1,6 +1,6 @@
-//! A guest's plan while it runs: when its tenant's turn has come, under the call's deadline, and off the serving threads
-//! unless it takes no more than a moment. Whatever ends the call stops the plan before its next kernel, or in the middle
-//! of one on the CPU, and everything it has goes back.
+//! A guest's plan while it runs: when its tenant's turn has come, under the call's deadline, and off the serving
+//! threads unless it takes no more than a moment. Whatever ends the call stops the plan before its next kernel, or in
+//! the middle of one on the CPU, and everything it has goes back.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
