@@ -67,7 +67,7 @@ mod exports {
     pub use crate::backend::cpu::memory::HostMemory;
     pub use crate::choice::{DeviceChoice, Unavailable, optional_libraries};
     pub use crate::device::arena::{Handle, MemoryStats, buffer_bytes};
-    pub use crate::device::copy::{PendingRead, block_on};
+    pub use crate::device::copy::{ReadUnderWay, block_on};
     pub use crate::device::launch::{Graph, GraphStep, Grid, Kernel, KernelInfo, Module};
     pub use crate::device::params::{Param, Params};
     pub use crate::device::pinned::{Pinned, PinnedMapping};
@@ -82,7 +82,7 @@ mod exports {
     pub use crate::product::{Product, ProductElement, ProductEpilogue, ProductOperand};
     pub use crate::queue::link::Payer;
     pub use crate::slab::{REGION_NAME_MAX, REGIONS_BYTES_MAX, REGIONS_MAX, SlabPlan};
-    pub use crate::wait::{LAUNCH_SPIN, spin_until};
+    pub use crate::wait::{LAUNCH_SPIN, READ_SPIN, spin_until};
     pub use crate::worker::host::{HostCode, HostKernels, HostLaunch, HostModule};
     pub use crate::worker::keeper::worker_main;
     pub use crate::worker::lifeline::end_with_server;

@@ -13,6 +13,10 @@ use crate::choice::DeviceKind;
 /// an empty kernel takes 10 µs (`device/launch_round_trip`), and yielding as much again.
 pub const LAUNCH_SPIN: Duration = Duration::from_micros(12);
 
+/// A guest's thread spins this long for elements that it reads before it yields: a product of 256² with its softmax and
+/// the copy of 256 KiB take 45 µs (`tensors_cuda/guest/256`), and a thread that it was handed to costs two wake-ups.
+pub const READ_SPIN: Duration = Duration::from_micros(60);
+
 /// A task polls its job this long, yielding in between, before it registers its waker with the completion thread: five
 /// empty kernels, and the price of waking a thread on an idle core.
 pub(crate) const TASK_SPIN: Duration = Duration::from_micros(50);
@@ -50,6 +54,8 @@ const fn is_less(a: Duration, b: Duration) -> bool {
 // Who waits longest parks last: a launch's spin ends in the task's, the task's in the completion thread's, which is
 // awake then.
 const _: () = assert!(is_less(LAUNCH_SPIN, TASK_SPIN));
+// No serving thread is kept for longer by one who waits than by two wake-ups.
+const _: () = assert!(is_less(LAUNCH_SPIN, READ_SPIN) && is_less(READ_SPIN, THREAD_SPIN_CPU));
 const _: () = assert!(is_less(TASK_SPIN, THREAD_SPIN_CPU) && is_less(THREAD_SPIN_CPU, THREAD_SPIN_DEVICE));
 // Of two sides of one ring the worker parks first: an answer is seen at once, the next job may cost a doorbell.
 const _: () = assert!(is_less(WORKER_SPIN_CPU, THREAD_SPIN_CPU) && is_less(WORKER_SPIN_DEVICE, THREAD_SPIN_DEVICE));

@@ -62,6 +62,12 @@ pub trait Supervisor: Send + Sync {
     /// Between two kernels. It may let others go first.
     fn between(&self) -> Result<(), ErrorKind>;
 
+    /// Whether the thread is one that others wait for: it computes what takes a moment, and does not wait. What would
+    /// ends with [`ErrorKind::WouldWait`], with nothing computed, and can be asked for again without hurry.
+    fn is_hurried(&self) -> bool {
+        false
+    }
+
     /// Asked by every thread that helps with a kernel, often: whether it can end early; what comes of the
     /// plan is refused then. Once it says so it must not change its mind.
     fn is_stopped(&self) -> bool;
@@ -169,6 +175,18 @@ pub(crate) fn admit(need: &PlanNeed, is_on_cpu: bool) -> Result<(), ErrorKind> {
 /// Between two kernels of a plan.
 pub(crate) fn between_kernels() -> Result<(), ErrorKind> {
     supervisor().map_or(Ok(()), |supervisor| supervisor.between())
+}
+
+/// Whether this thread is not to wait.
+pub(crate) fn is_hurried() -> bool {
+    SCOPE.with_borrow(|scope| {
+        scope.as_ref().and_then(|scope| scope.supervisor.as_ref()).is_some_and(|own| own.is_hurried())
+    })
+}
+
+/// Before something that takes long, or waits: refused where that must not be.
+pub(crate) fn check_hurry() -> Result<(), ErrorKind> {
+    if is_hurried() { Err(ErrorKind::WouldWait) } else { Ok(()) }
 }
 
 /// Who is charged for what this thread has a GPU do.
@@ -424,6 +442,49 @@ mod tests {
         assert!(matches!(*stopped.unwrap_err().what, ErrorKind::Stopped));
         assert_eq!((supervisor.admitted.load(Ordering::Relaxed), supervisor.asked.load(Ordering::Relaxed)), (6, 3));
         assert_eq!(account.used_bytes(), before);
+    }
+
+    struct Hurried;
+
+    impl Supervisor for Hurried {
+        fn admit(&self, need: &PlanNeed) -> Result<(), ErrorKind> {
+            if need.flops > 1_000_000 { Err(ErrorKind::WouldWait) } else { Ok(()) }
+        }
+
+        fn between(&self) -> Result<(), ErrorKind> {
+            Ok(())
+        }
+
+        fn is_hurried(&self) -> bool {
+            true
+        }
+
+        fn is_stopped(&self) -> bool {
+            false
+        }
+    }
+
+    #[test]
+    fn whoever_does_not_wait_runs_what_is_small_and_known() {
+        let _cpu = OwnDevice::set(&Device::Cpu);
+        let account = Account::new(AccountLimits::default());
+        let run = |n: usize| {
+            let x = Tensor::ones(&[n, n], DType::F32);
+            x.matmul(&x).sum(()).item::<f32>()
+        };
+        let chain = |length| (0..length).fold(Tensor::ones(&[4], DType::F32), |x, _| -x).to_vec::<f32>();
+        let is_refused = |error: crate::TensorError| assert!(matches!(*error.what, ErrorKind::WouldWait), "{error}");
+        let hurried = |n: usize| supervised(&account, Arc::new(Hurried), || run(n));
+        for n in [8, 200] {
+            is_refused(hurried(n).unwrap_err());
+            assert_eq!((account.used_bytes(), account.used_nodes()), (0, 0));
+            charged_to(&account, || run(n)).unwrap();
+        }
+        assert_eq!(hurried(8).unwrap(), 512.0);
+        is_refused(hurried(200).unwrap_err());
+        charged_to(&account, || chain(1000)).unwrap();
+        is_refused(supervised(&account, Arc::new(Hurried), || chain(1000)).unwrap_err());
+        assert_eq!((account.used_bytes(), account.used_nodes()), (0, 0));
     }
 
     #[test]

@@ -62,7 +62,7 @@ impl std::fmt::Display for DType {
 }
 
 /// A Rust type whose values are elements.
-pub trait Element: Copy + Send + Sync + std::fmt::Debug + private::Sealed + 'static {
+pub trait Element: Copy + Default + Send + Sync + std::fmt::Debug + private::Sealed + 'static {
     const DTYPE: DType;
 }
 

@@ -140,6 +140,8 @@ pub enum ErrorKind {
     NoTime { estimate_ms: u64, left_ms: u64 },
     #[error("it was stopped")]
     Stopped,
+    #[error("it takes longer than whoever asked is to wait")]
+    WouldWait,
     #[error("the tensor of shape {shape:?} is not a single number; reduce it first, as with .sum(()) or .mean(())")]
     NotScalar { shape: Vec<usize> },
     #[error("the graph was freed by an earlier backward(); use grad() to go through it more than once")]

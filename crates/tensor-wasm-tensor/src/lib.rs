@@ -52,6 +52,8 @@ pub use error::{ErrorKind, Result, TensorError};
 pub use precision::autocast;
 pub use schedule::{ExplainedKernel, Explanation, Mode, plans_made};
 pub use shape::{RANK_MAX, Shape};
+#[cfg(feature = "cuda")]
+pub use tensor::TensorRead;
 pub use tensor::{Axes, Convolution, Operand, Tensor, Window};
 pub use train::{
     AdaGrad, Adam, AdamW, GradScaler, HookId, Optimizer, RmsProp, Sgd, Variable, check_gradients, clip_grad_norm,

@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use super::raw;
+pub use super::raw::Elements;
 
 /// What the elements of a tensor are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,8 +67,9 @@ pub trait Element: sealed::Sealed + Copy {
     #[doc(hidden)]
     fn to_bytes(elements: &[Self]) -> Cow<'_, [u8]>;
 
+    /// None if they are of another type.
     #[doc(hidden)]
-    fn from_bytes(bytes: &[u8]) -> Vec<Self>;
+    fn of(elements: Elements) -> Option<Vec<Self>>;
 }
 
 macro_rules! numbers {
@@ -81,8 +83,11 @@ macro_rules! numbers {
                     Cow::Borrowed(bytemuck::cast_slice(elements))
                 }
 
-                fn from_bytes(bytes: &[u8]) -> Vec<$number> {
-                    bytemuck::pod_collect_to_vec(bytes)
+                fn of(elements: Elements) -> Option<Vec<$number>> {
+                    match elements {
+                        Elements::$dtype(all) => Some(all),
+                        _ => None,
+                    }
                 }
             }
         )*
@@ -105,7 +110,10 @@ impl Element for bool {
         Cow::Owned(elements.iter().map(|element| u8::from(*element)).collect())
     }
 
-    fn from_bytes(bytes: &[u8]) -> Vec<bool> {
-        bytes.iter().map(|byte| *byte != 0).collect()
+    fn of(elements: Elements) -> Option<Vec<bool>> {
+        match elements {
+            Elements::Bool(all) => Some(all),
+            _ => None,
+        }
     }
 }

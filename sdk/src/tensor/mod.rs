@@ -106,12 +106,23 @@ impl Tensor {
 
     /// All elements in row-major order.
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
-        let dtype = self.dtype()?;
-        if dtype != T::DTYPE {
-            let why = format!("elements are {dtype:?}, and {:?} was asked for; cast first", T::DTYPE);
-            return Err(Error::Invalid(why));
+        let raw = self.raw()?;
+        let piece = |first: usize| {
+            T::of(raw.elements(first as u64)?).ok_or_else(|| {
+                let dtype = DType::of(raw.dtype());
+                Error::Invalid(format!("elements are {dtype:?}, and {:?} was asked for; cast first", T::DTYPE))
+            })
+        };
+        let at_once = PIECE_BYTES as usize / T::DTYPE.size();
+        let mut all = piece(0)?;
+        // Whoever hands out all that it may at once has more, or an end there.
+        let mut last = all.len();
+        while last == at_once {
+            let more = piece(all.len())?;
+            last = more.len();
+            all.extend(more);
         }
-        Ok(T::from_bytes(&self.to_bytes()?))
+        Ok(all)
     }
 
     /// The only element.

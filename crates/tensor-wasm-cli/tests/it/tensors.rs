@@ -105,7 +105,7 @@ fn what_a_function_computes_is_what_the_library_computes() {
         assert!(is_near(&learned, &[3.0, 2.0, 0.0], 1e-4), "{learned:?}");
         let (sum, beside) =
             (call(&server, "tensors", "rounds", &json!([64, 3, 3])), call(&server, "tensors", "beside", &json!([700])));
-        assert!((sum[0].as_f64().unwrap() - 64.0).abs() < 1e-3 && sum[1].as_array().unwrap().len() == 3, "{sum}");
+        assert!((sum[0].as_f64().unwrap() - 1.0).abs() < 1e-4 && sum[1].as_array().unwrap().len() == 3, "{sum}");
         assert!(beside[0].as_u64().unwrap() > 0 && beside[1].as_f64().unwrap() > 100.0, "{beside}");
         // Sent in pieces, computed as one, turned over, read in pieces.
         let large = || assert_eq!(call(&server, "tensors", "large", &json!([3000, 2111])), 0);

@@ -14,7 +14,7 @@ use crate::device::stream::Stream;
 use crate::error::DeviceError;
 use crate::number::index;
 use crate::queue::job::{Cell, Job};
-use crate::queue::link::Order;
+use crate::queue::link::{Link, Order, Ticket};
 use crate::slab::PAYLOAD_BYTES_MAX;
 
 /// Copies of ordinary memory from this size on are shared between threads: one alone fills staging slower than a GPU
@@ -27,24 +27,6 @@ const _: () = assert!(PIECE_BYTES as u64 <= BLOCK_BYTES);
 
 /// Threads that share a large copy.
 const COPY_THREADS_MAX: usize = 8;
-
-/// A copy to ordinary memory that is under way, for whoever has no memory for it yet.
-pub struct PendingRead {
-    completion: Completion,
-    bytes: usize,
-}
-
-impl PendingRead {
-    /// Waits for it. The bytes are as many as were asked for.
-    pub fn finish(self, bytes: &mut [u8]) -> Result<(), DeviceError> {
-        if bytes.len() != self.bytes {
-            let why = format!("{} bytes are read, and {} were asked for", bytes.len(), self.bytes);
-            return Err(DeviceError::BadLaunch { why });
-        }
-        let Completion(ticket) = self.completion;
-        ticket.wait(|kept| copy_out(kept, bytes)).map(drop)
-    }
-}
 
 impl Stream {
     /// Copies within or between buffers.
@@ -223,15 +205,19 @@ impl Stream {
         }
     }
 
-    /// Begins to copy a buffer to ordinary memory, which it passes to in one piece: memory can be had for it meanwhile.
-    /// None where it takes several pieces, or none, or where others have all of staging.
-    pub fn read_ahead(&self, buffer: Handle, offset: u64, bytes: usize) -> Result<Option<PendingRead>, DeviceError> {
-        if bytes <= PAYLOAD_BYTES_MAX || bytes > index(BLOCK_BYTES) {
+    /// Begins to copy a buffer to ordinary memory, without waiting for anything: memory can be had for it meanwhile.
+    /// None where that takes more than one block of staging, or where there is none.
+    pub fn try_read(&self, buffer: Handle, offset: u64, bytes: usize) -> Result<Option<ReadUnderWay>, DeviceError> {
+        if bytes <= PAYLOAD_BYTES_MAX {
+            let Completion(ticket) = self.read_inline(buffer, offset, bytes as u64)?;
+            return Ok(Some(ReadUnderWay { ticket, bytes }));
+        }
+        if bytes as u64 > BLOCK_BYTES {
             return Ok(None);
         }
         let Some(block) = self.state.bound()?.link.staging.try_block() else { return Ok(None) };
-        let completion = self.read_block(block, buffer, offset, bytes as u64)?;
-        Ok(Some(PendingRead { completion, bytes }))
+        let Completion(ticket) = self.read_block(block, buffer, offset, bytes as u64)?;
+        Ok(Some(ReadUnderWay { ticket, bytes }))
     }
 
     /// [`Stream::read`] in this thread and, for large copies, some helpers.
@@ -288,6 +274,52 @@ impl Stream {
 
     fn count_from(&self, bytes: u64) {
         self.device().0.metrics.bytes_from_device.inc_by(bytes);
+    }
+}
+
+/// A copy from a buffer that was begun. Dropping it does not stop the copy.
+pub struct ReadUnderWay {
+    ticket: Ticket,
+    bytes: usize,
+}
+
+impl ReadUnderWay {
+    /// Whether the copy is done, or never will be.
+    pub fn is_over(&self) -> bool {
+        self.ticket.is_over()
+    }
+
+    /// Polls for its end, once. What was read is then at the beginning of `all`.
+    pub fn poll_to(&mut self, cx: &mut Context<'_>, all: &mut [u8]) -> Poll<Result<(), DeviceError>> {
+        let (link, cell) = (self.ticket.link().clone(), self.ticket.cell());
+        let all = match self.target(all) {
+            Ok(all) => all,
+            Err(error) => return Poll::Ready(Err(error)),
+        };
+        self.ticket.poll_with(cx, |kept| arrived(kept, &link, cell, all)).map(|answer| answer.map(drop))
+    }
+
+    /// Waits for its end, in this thread.
+    pub fn finish(self, all: &mut [u8]) -> Result<(), DeviceError> {
+        let (link, cell) = (self.ticket.link().clone(), self.ticket.cell());
+        let all = self.target(all)?;
+        self.ticket.wait(|kept| arrived(kept, &link, cell, all)).map(drop)
+    }
+
+    fn target<'a>(&self, all: &'a mut [u8]) -> Result<&'a mut [u8], DeviceError> {
+        let room = all.len();
+        all.get_mut(..self.bytes).ok_or_else(|| {
+            let why = format!("{} bytes are read, and there is room for {room}", self.bytes);
+            DeviceError::BadLaunch { why }
+        })
+    }
+}
+
+/// Copies out what has come through a block of staging, or with the job.
+fn arrived(kept: Option<&Keep>, link: &Link, cell: u32, all: &mut [u8]) {
+    match kept {
+        Some(_) => copy_out(kept, all),
+        None => Cell(link.slab.cell(cell)).payload(all),
     }
 }
 

@@ -649,22 +649,32 @@ impl Tenant {
         Ok(Buffer { tenant: self.clone(), handle: self.alloc(bytes)? })
     }
 
+    /// The same without waiting: none where the pool is not warm.
+    pub fn try_buffer(&self, bytes: u64) -> Result<Option<Buffer>, DeviceError> {
+        Ok(self.try_alloc(bytes)?.map(|handle| Buffer { tenant: self.clone(), handle }))
+    }
+
     /// A buffer by its handle, which lives until it is freed or the tenant goes. Reads as zeros until written.
     pub fn alloc(&self, bytes: u64) -> Result<Handle, DeviceError> {
-        // The usual case, without asking anybody anything.
-        {
-            let bound = self.state.device.0.current.read();
-            let mut memory = self.state.memory.lock();
-            if memory.worker == Some(bound.link.worker) && bound.link.lost().is_none() {
-                memory.arena.release_held(|held| bound.link.is_past(held));
-                match memory.arena.allocate(bytes) {
-                    Ok(handle) => return Ok(handle),
-                    Err(Shortage::Refused(error)) => return Err(error),
-                    Err(Shortage::Chunk { .. }) => {}
-                }
-            }
+        match self.try_alloc(bytes)? {
+            Some(handle) => Ok(handle),
+            None => self.alloc_slowly(bytes),
         }
-        self.alloc_slowly(bytes)
+    }
+
+    /// The usual case, without asking anybody anything.
+    fn try_alloc(&self, bytes: u64) -> Result<Option<Handle>, DeviceError> {
+        let bound = self.state.device.0.current.read();
+        let mut memory = self.state.memory.lock();
+        if memory.worker != Some(bound.link.worker) || bound.link.lost().is_some() {
+            return Ok(None);
+        }
+        memory.arena.release_held(|held| bound.link.is_past(held));
+        match memory.arena.allocate(bytes) {
+            Ok(handle) => Ok(Some(handle)),
+            Err(Shortage::Refused(error)) => Err(error),
+            Err(Shortage::Chunk { .. }) => Ok(None),
+        }
     }
 
     fn alloc_slowly(&self, bytes: u64) -> Result<Handle, DeviceError> {

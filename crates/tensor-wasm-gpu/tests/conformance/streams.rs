@@ -225,6 +225,37 @@ pub(super) fn buffers_across_streams(setup: &Setup) {
     assert_eq!(device.restarts(), 0);
 }
 
+pub(super) fn reads_begun(setup: &Setup) {
+    let tenant = setup.tenant("reads begun");
+    assert!(tenant.try_buffer(100).unwrap().is_none(), "the worker does not know the tenant");
+    drop(tenant.buffer(100).unwrap());
+    let Some(buffer) = tenant.try_buffer(100_000).unwrap() else { panic!("the pool is warm") };
+    let begin = |offset: u64, len: usize| tenant.try_read(buffer.handle(), offset, len).unwrap().unwrap();
+    let wait = |offset: u64, len: usize| {
+        let (mut read, mut bytes) = (begin(offset, len), vec![0xa5; len + 1]);
+        block_on(std::future::poll_fn(|cx| read.poll_to(cx, &mut bytes))).unwrap();
+        assert!(read.is_over() && bytes.pop() == Some(0xa5), "no more than was asked for");
+        bytes
+    };
+    let first = random_bytes(7, 100_000);
+    write(&tenant, buffer.handle(), 0, &first);
+    for (offset, len) in [(0, 1), (5, 4_000), (0, 100_000), (99_990, 10), (17, 65_537)] {
+        assert_eq!(wait(offset as u64, len), first[offset..offset + len], "{len} from {offset} on");
+    }
+    // What is written after it was begun is not in it, and dropping one stops nothing.
+    let mut before = begin(0, 100_000);
+    drop(begin(0, 100_000));
+    write(&tenant, buffer.handle(), 0, &[0; 100_000]);
+    let mut bytes = vec![0; 100_000];
+    block_on(std::future::poll_fn(|cx| before.poll_to(cx, &mut bytes))).unwrap();
+    assert!(bytes == first && wait(0, 100_000).iter().all(|byte| *byte == 0));
+    let mut short = begin(0, 100);
+    assert!(block_on(std::future::poll_fn(|cx| short.poll_to(cx, &mut [0; 99]))).is_err());
+    let large = tenant.buffer(3 << 20).unwrap();
+    assert!(tenant.try_read(large.handle(), 0, 3 << 20).unwrap().is_none(), "more than a block of staging");
+    assert!(tenant.try_read(buffer.handle(), 99_999, 2).is_err());
+}
+
 /// Copies that nobody waits for, more than staging has blocks, each behind a kernel on another stream.
 pub(super) fn writes_ahead(setup: &Setup) {
     const BYTES: usize = 3 << 20;

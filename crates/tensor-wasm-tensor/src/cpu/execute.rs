@@ -116,6 +116,10 @@ pub(crate) fn execute(
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     let CompiledPlan { plan, kernels, .. } = compiled;
+    if kernels.get().is_none() {
+        let last = plan.steps.last().map_or(0, Step::node);
+        account::check_hurry().map_err(|what| (last, what))?;
+    }
     let kernels = kernels.get_or_init(|| CpuKernels::compile(plan));
     let mut buffers = Buffers { leaves, slots: plan.slots.iter().map(|_| None).collect(), reserved: Vec::new() };
     if plan.takes_leaves {

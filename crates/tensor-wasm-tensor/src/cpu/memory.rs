@@ -291,6 +291,14 @@ impl CpuBuffer {
         Ok(())
     }
 
+    /// Elements, as the bytes they are: whoever writes them writes elements.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn bytes_of<T: Element>(elements: &mut [T]) -> &mut [u8] {
+        // SAFETY: no element has padding. What is written is what a buffer of such elements has, and numbers may be
+        // any bytes.
+        unsafe { std::slice::from_raw_parts_mut(elements.as_mut_ptr().cast(), size_of_val(elements)) }
+    }
+
     /// All of its elements, as the bytes they are.
     #[cfg(any(feature = "io", feature = "cuda"))]
     pub(crate) fn as_bytes(&self) -> &[u8] {

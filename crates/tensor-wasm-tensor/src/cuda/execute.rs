@@ -164,7 +164,8 @@ pub(crate) fn execute(
     parameters: &[Parameter],
 ) -> Result<Vec<Value>, (usize, ErrorKind)> {
     match try_execute(device, plan, kernels, leaves, parameters) {
-        Err((_, ErrorKind::DeviceMemory { .. })) => {
+        Err((node, ErrorKind::DeviceMemory { .. })) => {
+            account::check_hurry().map_err(|what| (node, what))?;
             crate::schedule::give_back();
             let again = try_execute(device, plan, kernels, leaves, parameters);
             if let Err((_, ErrorKind::DeviceMemory { .. })) = again {
@@ -187,7 +188,11 @@ fn try_execute(
     let words = kernels.words_of(plan, parameters);
     let mut kept = loop {
         // Whoever has it may wait for the device, for as long as a plan takes.
-        match kernels.kept.try_lock_for(LOCK_PERIOD) {
+        let kept = if account::is_hurried() { kernels.kept.try_lock() } else { kernels.kept.try_lock_for(LOCK_PERIOD) };
+        if kept.is_none() {
+            account::check_hurry().map_err(|what| (last, what))?;
+        }
+        match kept {
             Some(kept) => break kept,
             None => account::check_stopped().map_err(|what| (last, what))?,
         }
@@ -198,6 +203,7 @@ fn try_execute(
         state.device == *device && state.words.is_there() && state.is_tf32 == super::is_tf32() && state.is_for(&words)
     };
     if !state.as_ref().is_some_and(is_ready) {
+        account::check_hurry().map_err(|what| (last, what))?;
         *state = None;
         *state = Some(PlanState::new(device, plan, leaves, &words, *numbers_change)?);
     }
@@ -392,6 +398,9 @@ impl PlanState {
     ) -> Result<Vec<Value>, (usize, ErrorKind)> {
         let at_end = |what: ErrorKind| (last, what);
         let device = self.device.clone();
+        if account::is_hurried() && self.is_waited_for(leaves, &words) {
+            account::check_hurry().map_err(at_end)?;
+        }
         let need = MemoryNeed::of(&device, &self.lowered, leaves, words.len(), true);
         need.check(&device).map_err(at_end)?;
         if is_by_library(&self.lowered) && !self.workspace.as_ref().is_some_and(|own| own.is_there()) {
@@ -414,6 +423,9 @@ impl PlanState {
                     copy
                 }
             };
+            if buffer.pending.is_waited_for() {
+                account::check_hurry().map_err(at_end)?;
+            }
             if !buffer.pending.is_over().map_err(at_end)? && before.iter().all(|own| !Arc::ptr_eq(own, &buffer.pending))
             {
                 before.push(buffer.pending.clone());
@@ -445,7 +457,10 @@ impl PlanState {
             }
             self.written = words;
         }
-        let sent = self.send(&inputs, &outputs, before).inspect_err(|_| self.is_torn = true).map_err(at_end)?;
+        // Of what was in too much of a hurry nothing was sent.
+        let tears = |what: &ErrorKind| !matches!(what, ErrorKind::WouldWait);
+        let sent = self.send(&inputs, &outputs, before).inspect_err(|what| self.is_torn |= tears(what));
+        let sent = sent.map_err(at_end)?;
         if let Some(pending) = sent {
             outputs.iter_mut().for_each(|output| output.pending = pending.clone());
         }
@@ -464,6 +479,12 @@ impl PlanState {
             Ok(Value { storage, layout: view.layout })
         };
         plan.outputs.iter().map(value).collect::<Result<_, _>>().map_err(at_end)
+    }
+
+    /// Whether whoever runs it has to wait for the device: for its kernels one by one, or to hear whether everything
+    /// could be computed.
+    fn is_waited_for(&self, leaves: &[Value], words: &[u8]) -> bool {
+        self.takes.is_none_or(|takes| takes > SUPERVISED_AT_ONCE) || !self.lowered.check.is_passed(leaves, words)
     }
 
     /// Sends the launches, as a graph if they were sent before.

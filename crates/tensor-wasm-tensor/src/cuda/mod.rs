@@ -22,13 +22,15 @@ pub(crate) mod tests;
 mod tile;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tensor_wasm_gpu::{
-    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, PendingRead, Stream, Tenant,
+    Buffer, Completion, Device, DeviceChoice, DeviceError, DeviceKind, OpenOptions, ReadUnderWay, Stream, Tenant,
     TenantLimits,
 };
 use tensor_wasm_jit::Target;
@@ -207,6 +209,7 @@ impl CudaDevice {
                 ahead.front().filter(|_| all > ahead_max).map(|(oldest, _)| oldest.clone())
             };
             let Some(oldest) = oldest else { return Ok(()) };
+            account::check_hurry()?;
             account::between_kernels()?;
             // Whoever has it hears of its failure.
             let _ = oldest.wait();
@@ -259,6 +262,7 @@ impl CudaDevice {
 
     /// The same for what is waited for.
     fn when_done<T>(&self, run: impl FnMut(&Stream) -> Result<T, DeviceError>) -> Result<T, ErrorKind> {
+        account::check_hurry()?;
         execute::count(|counts| counts.round_trips += 1);
         self.when_possible(run)
     }
@@ -278,6 +282,7 @@ fn when_possible<T>(stream: &Stream, mut send: impl FnMut(&Stream) -> Result<T, 
     loop {
         match send(stream) {
             Err(DeviceError::Busy { .. }) => {
+                account::check_hurry()?;
                 account::check_stopped()?;
                 std::thread::park_timeout(ROOM_PERIOD);
             }
@@ -336,6 +341,11 @@ impl Pending {
     fn is_known_to_be_over(&self) -> bool {
         let is_over = |state: &PendingState| state.completion.as_ref().is_none_or(Completion::is_over);
         self.0.try_lock().is_some_and(|state| is_over(&state)) && !matches!(self.is_over(), Ok(false))
+    }
+
+    /// Whether somebody waits for it now, so that whoever asks about it may wait too.
+    fn is_waited_for(&self) -> bool {
+        self.0.is_locked()
     }
 
     /// Whether it could not be done, as far as somebody has looked.
@@ -397,8 +407,15 @@ pub(crate) struct CudaBuffer {
 impl CudaBuffer {
     /// Memory with anything in it, which whoever asks for it writes.
     fn new(device: &CudaDevice, bytes: usize) -> Result<CudaBuffer, ErrorKind> {
-        let buffer = device.0.tenant.buffer(bytes.max(1) as u64);
-        let buffer = buffer.map_err(|error| memory_failed(device, &error, bytes))?;
+        let (tenant, size) = (&device.0.tenant, bytes.max(1) as u64);
+        let there = tenant.try_buffer(size).map_err(|error| memory_failed(device, &error, bytes))?;
+        let buffer = match there {
+            Some(buffer) => buffer,
+            None => {
+                account::check_hurry()?;
+                tenant.buffer(size).map_err(|error| memory_failed(device, &error, bytes))?
+            }
+        };
         let (worker, buffer) = (device.worker(), Arc::new(buffer));
         Ok(CudaBuffer { device: device.clone(), buffer, bytes, pending: Arc::default(), worker })
     }
@@ -452,6 +469,7 @@ impl CudaBuffer {
             let sent = device.when_possible(|stream| stream.write_small(made.buffer.handle(), 0, from.as_bytes()))?;
             return Ok(CudaBuffer { pending: Pending::new(sent, Vec::new()), ..made });
         }
+        account::check_hurry()?;
         // On a stream of its own it runs beside the kernels of earlier plans. What reads it comes after it, and it
         // comes after what used its memory before: the device keeps that order between streams, buffer by buffer.
         let last = device.0.upload.lock().take();
@@ -472,20 +490,29 @@ impl CudaBuffer {
         buffer.ok_or(ErrorKind::OutOfMemory { bytes: self.bytes })
     }
 
-    /// Has so many of its bytes copied back once they are computed, before there is memory for them: the device does
-    /// not wait for what a large vector takes to be allocated. None where [`CudaBuffer::read_to`] has to.
-    pub(crate) fn read_ahead(&self, bytes: usize) -> Result<Option<PendingRead>, ErrorKind> {
-        let read = self.device.when_possible(|stream| stream.read_ahead(self.buffer.handle(), 0, bytes));
+    /// Has some of its bytes copied back once they are computed, before there is memory for them: the device does not
+    /// wait for what a large vector takes to be allocated. None where [`CudaBuffer::read_to`] has to.
+    pub(crate) fn read_ahead(&self, bytes: Range<usize>) -> Result<Option<ReadUnderWay>, ErrorKind> {
+        if bytes.is_empty() {
+            return Ok(None);
+        }
+        let (from, len) = (bytes.start as u64, bytes.len());
+        let read = self.device.when_possible(|stream| stream.try_read(self.buffer.handle(), from, len));
         read.map_err(|what| self.if_lost(what))
     }
 
     /// Copies the first of its elements, once they are computed; as was begun, if it was.
-    pub(crate) fn read_begun(&self, begun: Option<PendingRead>, bytes: &mut [u8]) -> Result<(), ErrorKind> {
+    pub(crate) fn read_begun(&self, begun: Option<ReadUnderWay>, bytes: &mut [u8]) -> Result<(), ErrorKind> {
         let Some(begun) = begun else { return self.read_to(bytes) };
         execute::count(|counts| counts.round_trips += 1);
         begun.finish(bytes).map_err(|error| self.if_lost(failed(&error)))?;
         // Over by now, as the copy came after it.
         self.pending.settle()
+    }
+
+    /// The same for whoever looks from time to time whether they are there.
+    pub(crate) fn begin_read(self: &Arc<Self>, bytes: Range<usize>) -> Result<Option<CudaRead>, ErrorKind> {
+        Ok(self.read_ahead(bytes)?.map(|read| CudaRead { read, of: self.clone() }))
     }
 
     /// Copies the first of its elements, once they are computed.
@@ -496,6 +523,25 @@ impl CudaBuffer {
         }
         // Over by now, as the copy came after it.
         self.pending.settle()
+    }
+}
+
+/// Bytes that are being copied from a GPU.
+pub(crate) struct CudaRead {
+    read: ReadUnderWay,
+    of: Arc<CudaBuffer>,
+}
+
+impl CudaRead {
+    pub(crate) fn is_over(&self) -> bool {
+        self.read.is_over()
+    }
+
+    pub(crate) fn poll_to(&mut self, cx: &mut Context<'_>, bytes: &mut [u8]) -> Poll<Result<(), ErrorKind>> {
+        let read = std::task::ready!(self.read.poll_to(cx, bytes));
+        // What was computed is over by now, as the copy came after it.
+        let read = read.map_err(|error| self.of.if_lost(failed(&error)));
+        Poll::Ready(read.and_then(|()| self.of.pending.settle()))
     }
 }
 

@@ -11,6 +11,8 @@ use parking_lot::Mutex;
 use smallvec::{SmallVec, smallvec};
 
 use self::op::{Movement, Op};
+#[cfg(feature = "cuda")]
+use crate::account;
 use crate::account::NodeCharge;
 use crate::cpu::memory::CpuBuffer;
 #[cfg(feature = "cuda")]
@@ -135,6 +137,7 @@ impl Storage {
         if self.cpu.get().is_none()
             && let Some(buffer) = self.cuda.lock().clone()
         {
+            account::check_hurry()?;
             // Another thread may have been quicker.
             let _ = self.cpu.set(buffer.read()?);
         }

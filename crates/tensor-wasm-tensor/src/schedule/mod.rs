@@ -164,6 +164,7 @@ pub(crate) fn realize_over(nodes: &[Arc<Node>], mode: Mode, given_up: &[Arc<Stor
     let compiled = match planned(&snapshot) {
         Some(found) => found,
         None => {
+            account::check_hurry().map_err(|what| snapshot.failed(snapshot.last_output(), what))?;
             // Taken anew: others may have computed some of its nodes meanwhile.
             let graph = PlanGraph::take(nodes, mode, given_up)?;
             let compiled = compiled(&graph, mode);

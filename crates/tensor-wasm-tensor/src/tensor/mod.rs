@@ -14,7 +14,11 @@ mod views;
 #[cfg(any(feature = "io", feature = "cuda"))]
 use std::ops::Range;
 use std::panic::Location;
+#[cfg(feature = "cuda")]
+use std::pin::Pin;
 use std::sync::Arc;
+#[cfg(feature = "cuda")]
+use std::task::{Context, Poll};
 
 pub use self::neural::{Convolution, Window};
 pub use self::operators::Operand;
@@ -22,6 +26,8 @@ pub use self::views::Axes;
 #[cfg(any(feature = "io", feature = "cuda"))]
 use crate::cpu::memory::CpuBuffer;
 use crate::cpu::{memory_limit, used_bytes};
+#[cfg(feature = "cuda")]
+use crate::cuda::CudaRead;
 use crate::device::{Device, with_device};
 use crate::dtype::{DType, Element};
 use crate::error::{ErrorKind, Result, TensorError};
@@ -168,7 +174,7 @@ impl Tensor {
         {
             // Straight into the vector: who has that will hardly ask again, so no copy is kept beside it.
             let count = self.numel();
-            let begun = buffer.read_ahead(count * size_of::<T>()).map_err(failed)?;
+            let begun = buffer.read_ahead(0..count * size_of::<T>()).map_err(failed)?;
             let mut all = self.collected(count, "to_vec", at, |_| ())?;
             CpuBuffer::fill_vec(&mut all, count, |bytes| buffer.read_begun(begun, bytes)).map_err(failed)?;
             return Ok(all);
@@ -215,6 +221,28 @@ impl Tensor {
         let value = self.node.state.lock().value.clone().filter(|value| value.layout.is_contiguous())?;
         let part = self.own_bytes(value.storage.here()?)?.get(bytes)?;
         Some(part.to_vec())
+    }
+
+    /// Begins to read some bytes of a tensor that was computed on a GPU, as elements of its type or as bytes, without
+    /// waiting. None if it was not computed, is not in row-major order there or lies elsewhere too, or if that has to
+    /// wait. Nothing is kept of what is read. Whoever this thread works for is charged.
+    #[cfg(feature = "cuda")]
+    #[track_caller]
+    pub fn begin_read<T: Element>(&self, bytes: Range<usize>) -> Result<Option<TensorRead<T>>> {
+        let at = Location::caller();
+        let value = self.node.state.lock().value.clone().filter(|value| value.layout.is_contiguous());
+        let Some(buffer) = value.and_then(|value| value.storage.only_cuda()) else { return Ok(None) };
+        let is_inside = bytes.start < bytes.end && bytes.end <= self.numel() * self.dtype().size();
+        let is_whole = bytes.len().is_multiple_of(size_of::<T>());
+        if !is_inside || !is_whole || (T::DTYPE != self.dtype() && T::DTYPE != DType::U8) || T::DTYPE == DType::Bool {
+            return Ok(None);
+        }
+        let count = bytes.len() / size_of::<T>();
+        let failed = |what: ErrorKind| TensorError::new("begin_read", what, at);
+        let Some(read) = buffer.begin_read(bytes).map_err(failed)? else { return Ok(None) };
+        // Written before they are read into, while the device is busy.
+        let elements = self.collected(count, "begin_read", at, |all| all.resize(count, T::default()))?;
+        Ok(Some(TensorRead { read, elements, at }))
     }
 
     /// A contiguous tensor's own part of a buffer, which may be larger.
@@ -274,6 +302,38 @@ impl Tensor {
             return Err(not_one());
         }
         self.to_vec::<T>()?.first().copied().ok_or_else(not_one)
+    }
+}
+
+/// What is being read of a tensor from a GPU. A future; dropping it does not stop the copy.
+#[cfg(feature = "cuda")]
+pub struct TensorRead<T> {
+    read: CudaRead,
+    elements: Vec<T>,
+    at: Caller,
+}
+
+/// Nothing of it is pinned.
+#[cfg(feature = "cuda")]
+impl<T> Unpin for TensorRead<T> {}
+
+#[cfg(feature = "cuda")]
+impl<T> TensorRead<T> {
+    /// Whether it is there, or never will be.
+    pub fn is_over(&self) -> bool {
+        self.read.is_over()
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl<T: Element> Future for TensorRead<T> {
+    type Output = Result<Vec<T>>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let TensorRead { read, elements, at } = &mut *self;
+        let done = std::task::ready!(read.poll_to(cx, CpuBuffer::bytes_of(elements)));
+        let done = done.map_err(|what| TensorError::new("begin_read", what, at));
+        Poll::Ready(done.map(|()| std::mem::take(elements)))
     }
 }
 

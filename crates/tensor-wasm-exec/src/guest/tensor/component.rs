@@ -1,17 +1,22 @@
 //! `tensor-wasm:tensor`, for components.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use tensor_wasm_gpu::{READ_SPIN, spin_until};
 use tensor_wasm_tensor::operations::{Argument, Operation};
-use tensor_wasm_tensor::{DType, Device, RANK_MAX, Scalar, Tensor, expression, grad, io};
+use tensor_wasm_tensor::{
+    DType, Device, Element, RANK_MAX, Scalar, Tensor, TensorError, TensorRead, expression, grad, io,
+};
 use tokio::task::JoinHandle;
 use wasmtime::component::{HasSelf, Linker, Resource};
 use wasmtime_wasi::WasiView;
 use wasmtime_wasi::p2::{DynPollable, Pollable, subscribe};
 
 pub(super) use self::bindings::tensor_wasm::tensor::tensors::Error;
-use self::bindings::tensor_wasm::tensor::tensors::{self, DeviceInfo, DeviceKind, Dtype, Value};
+use self::bindings::tensor_wasm::tensor::tensors::{self, DeviceInfo, DeviceKind, Dtype, Elements, Value};
 use super::error::TensorFailure;
+use super::plan::Now;
 use super::{HeldTensor, State, TensorPlace};
 use crate::models::LoadedModel;
 
@@ -163,6 +168,51 @@ fn sizes_of(shape: &[u64]) -> Result<Vec<usize>, TensorFailure> {
     shape.iter().map(size).collect()
 }
 
+/// What a guest reads of a tensor.
+enum Read<T> {
+    There(Vec<T>),
+    UnderWay(TensorRead<T>),
+}
+
+impl<T: Element> Read<T> {
+    async fn all(self) -> Result<Vec<T>, TensorFailure> {
+        match self {
+            Read::There(found) => Ok(found),
+            Read::UnderWay(read) => {
+                // Short plans are over by the time that a guest would have given its thread away and got it back.
+                spin_until(|| read.is_over(), READ_SPIN);
+                Ok(read.await?)
+            }
+        }
+    }
+}
+
+/// Computes a tensor and begins to read some bytes of it. None where that is not a matter of a moment.
+fn begin_bytes(held: &Tensor, range: &Range<usize>) -> Result<Option<Read<u8>>, TensorError> {
+    held.realize()?;
+    // What is read in parts is copied once.
+    let is_all = range.len() == held.numel() * held.dtype().size();
+    if is_all && let Some(read) = held.begin_read(range.clone())? {
+        return Ok(Some(Read::UnderWay(read)));
+    }
+    Ok(held.try_bytes(range.clone()).map(Read::There))
+}
+
+/// The same of all of its elements.
+fn begin_elements<T: Element>(held: &Tensor) -> Result<Read<T>, TensorError> {
+    held.realize()?;
+    match held.begin_read(0..held.numel() * held.dtype().size())? {
+        Some(read) => Ok(Read::UnderWay(read)),
+        None => Ok(Read::There(held.to_vec()?)),
+    }
+}
+
+/// Numbers that are bytes as they are read in parts.
+fn numbers<T, const SIZE: usize>(bytes: &[u8], number: fn([u8; SIZE]) -> T) -> Vec<T> {
+    let (numbers, _) = bytes.as_chunks::<SIZE>();
+    numbers.iter().map(|bytes| number(*bytes)).collect()
+}
+
 impl State {
     fn held(&mut self, tensor: &Resource<HeldTensor>) -> wasmtime::Result<&mut HeldTensor> {
         Ok(self.ctx().table.get_mut(tensor)?)
@@ -274,10 +324,15 @@ impl State {
         // Both fit: they are inside of something that is in memory, or will be.
         let part = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
         let range = part(offset)..part(offset + bytes);
-        if bytes <= COPIED_AT_ONCE_BYTES_MAX
-            && let Some(found) = held.try_bytes(range.clone())
-        {
-            return Ok(found);
+        if bytes <= COPIED_AT_ONCE_BYTES_MAX {
+            if let Some(found) = held.try_bytes(range.clone()) {
+                return Ok(found);
+            }
+            if let Some(Now { done: Some(read), turn: _turn }) =
+                self.plan().await?.try_run(|| begin_bytes(&held, &range))?
+            {
+                return read.all().await;
+            }
         }
         let read = move || {
             held.realize()?;
@@ -289,6 +344,53 @@ impl State {
             held.straight = Some(straight);
         }
         Ok(found)
+    }
+
+    /// Elements from the first one on, as many as are read at once.
+    async fn read_elements(
+        &mut self,
+        tensor: &Resource<HeldTensor>,
+        held: Tensor,
+        first: u64,
+    ) -> Result<Elements, TensorFailure> {
+        let (dtype, numel) = (held.dtype(), held.numel() as u64);
+        let size = dtype.size() as u64;
+        if first > numel {
+            return Err(TensorFailure::invalid(format!("elements from {first} on of a tensor that has {numel}")));
+        }
+        let count = (numel - first).min(READ_BYTES_MAX / size);
+        if count == numel {
+            match dtype {
+                DType::U8 => return Ok(Elements::U8(self.read_all(held).await?)),
+                DType::I32 => return Ok(Elements::I32(self.read_all(held).await?)),
+                DType::I64 => return Ok(Elements::I64(self.read_all(held).await?)),
+                DType::F32 => return Ok(Elements::F32(self.read_all(held).await?)),
+                DType::F64 => return Ok(Elements::F64(self.read_all(held).await?)),
+                DType::Bool | DType::F16 | DType::BF16 => {}
+            }
+        }
+        let bytes = self.read_bytes(tensor, held, (first * size, count * size)).await?;
+        Ok(match dtype {
+            DType::Bool => Elements::Bool(numbers(&bytes, |[byte]| byte != 0)),
+            DType::U8 => Elements::U8(bytes),
+            DType::I32 => Elements::I32(numbers(&bytes, i32::from_le_bytes)),
+            DType::I64 => Elements::I64(numbers(&bytes, i64::from_le_bytes)),
+            DType::F16 => Elements::F16(numbers(&bytes, u16::from_le_bytes)),
+            DType::BF16 => Elements::Bf16(numbers(&bytes, u16::from_le_bytes)),
+            DType::F32 => Elements::F32(numbers(&bytes, f32::from_le_bytes)),
+            DType::F64 => Elements::F64(numbers(&bytes, f64::from_le_bytes)),
+        })
+    }
+
+    /// All elements of a tensor that has so few that they are read at once.
+    async fn read_all<T: Element>(&mut self, held: Tensor) -> Result<Vec<T>, TensorFailure> {
+        let plan = self.plan().await?;
+        if size_of::<T>() as u64 * held.numel() as u64 <= COPIED_AT_ONCE_BYTES_MAX
+            && let Some(Now { done: read, turn: _turn }) = plan.try_run(|| begin_elements(&held))?
+        {
+            return read.all().await;
+        }
+        plan.run(move || held.to_vec()).await
     }
 
     async fn load_tensors(&mut self, data: Vec<u8>) -> Result<Vec<(String, Resource<HeldTensor>)>, TensorFailure> {
@@ -429,9 +531,8 @@ impl tensors::Host for State {
             return answered(Err(failure));
         }
         let tensors = self.tensors_of(&tensors)?;
-        let work = move || Tensor::realize_all(&tensors.iter().collect::<Vec<_>>());
-        let given = match self.begin(work).await {
-            Ok(computing) => self.give(Computation { computing: Some(computing), ended: Ok(()) }),
+        let given = match self.begin(tensors).await {
+            Ok(computing) => self.give(Computation { computing, ended: Ok(()) }),
             Err(failure) => Err(failure),
         };
         answered(given)
@@ -460,7 +561,7 @@ impl tensors::HostTensor for State {
     async fn realize(&mut self, tensor: Resource<HeldTensor>) -> HostResult<()> {
         let tensor = self.tensor_of(&tensor)?;
         let done = match self.plan().await {
-            Ok(plan) => plan.run(move || tensor.realize()).await,
+            Ok(plan) => plan.run_soon(move || tensor.realize()).await,
             Err(failure) => Err(failure),
         };
         answered(done)
@@ -470,6 +571,12 @@ impl tensors::HostTensor for State {
         let held = self.held(&tensor)?;
         let held = held.straight.as_ref().unwrap_or(&held.tensor).clone();
         answered(self.read_bytes(&tensor, held, (offset, bytes)).await)
+    }
+
+    async fn elements(&mut self, tensor: Resource<HeldTensor>, first: u64) -> HostResult<Elements> {
+        let held = self.held(&tensor)?;
+        let held = held.straight.as_ref().unwrap_or(&held.tensor).clone();
+        answered(self.read_elements(&tensor, held, first).await)
     }
 
     async fn with_grad(&mut self, tensor: Resource<HeldTensor>) -> HostResult<Resource<HeldTensor>> {

@@ -52,6 +52,8 @@ impl From<TensorError> for TensorFailure {
         let plain = format!("{operation}: {what}");
         TensorFailure::Guest(match &*what {
             ErrorKind::Bug { why } => return TensorFailure::Bug(Bug(format!("tensors: {why}"))),
+            // Nobody is in a hurry but who can ask again.
+            ErrorKind::WouldWait => return TensorFailure::Bug(Bug(format!("tensors: {plain}"))),
             ErrorKind::OverBudget { .. } => Error::OutOfMemory(named("tensor_memory_bytes_max")),
             ErrorKind::OutOfMemory { bytes } => {
                 let why = format!("{operation}: {bytes} bytes of memory are needed, which the tenant's limit does not");

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tensor_wasm_gpu::DeviceKind;
-use tensor_wasm_tensor::{Account, AccountLimits, CudaDevice, Device, Tensor, TensorError};
+use tensor_wasm_tensor::{Account, AccountLimits, CudaDevice, Device, Tensor};
 use tokio::task::AbortHandle;
 
 use self::error::TensorFailure;
@@ -167,12 +167,19 @@ impl State {
         Ok(made)
     }
 
-    /// Remembers a computation, to be stopped with the call.
+    /// Begins to compute tensors, and remembers that, to be stopped with the call. None if a GPU was sent all of it.
     async fn begin(
         &mut self,
-        work: impl FnOnce() -> Result<(), TensorError> + Send + 'static,
-    ) -> Result<tokio::task::JoinHandle<Result<(), TensorFailure>>, TensorFailure> {
+        tensors: Vec<Tensor>,
+    ) -> Result<Option<tokio::task::JoinHandle<Result<(), TensorFailure>>>, TensorFailure> {
         let plan = self.plan().await?;
+        let work = move || Tensor::realize_all(&tensors.iter().collect::<Vec<_>>());
+        // On a CPU the guest goes on beside it.
+        if plan.device != Device::Cpu
+            && let Ok(Some(_)) = plan.try_run(&work)
+        {
+            return Ok(None);
+        }
         let background = self.call().surroundings.background.clone();
         let session = self.tensors().await?;
         session.computing.retain(|computation| !computation.is_finished());
@@ -182,6 +189,6 @@ impl State {
         }
         let computing = background.spawn(plan.run(work));
         session.computing.push(computing.abort_handle());
-        Ok(computing)
+        Ok(Some(computing))
     }
 }

@@ -1,9 +1,9 @@
-//! A guest's plan while it runs: off the serving threads, when its tenant's turn has come, under the call's deadline.
-//! Whatever ends the call stops the plan before its next kernel, or in the middle of one on the CPU, and everything it
-//! has goes back.
+//! A guest's plan while it runs: when its tenant's turn has come, under the call's deadline, and off the serving
+//! threads unless it takes no more than a moment. Whatever ends the call stops the plan before its next kernel, or in
+//! the middle of one on the CPU, and everything it has goes back.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -21,6 +21,13 @@ struct Roofline {
     bytes_per_s: u64,
     flops_per_s: u64,
 }
+
+/// What the least of cores does alone, with what no compiler makes vectors of: whatever takes a moment by this does.
+const SLOW_CORE: Roofline = Roofline { bytes_per_s: 4_000_000_000, flops_per_s: 1_000_000_000 };
+
+/// A serving thread computes this much itself: handing a plan to another thread and hearing of its end costs two
+/// wake-ups, which are as much.
+const AT_ONCE: Duration = Duration::from_micros(50);
 
 const CORE: Roofline = Roofline { bytes_per_s: 30_000_000_000, flops_per_s: 200_000_000_000 };
 const GPU: Roofline = Roofline { bytes_per_s: 5_000_000_000_000, flops_per_s: 1_000_000_000_000_000 };
@@ -55,12 +62,36 @@ pub(super) struct PlanContext {
 struct PlanWatch {
     context: PlanContext,
     deadline: Instant,
+    /// It runs on a serving thread, which does not wait.
+    is_hurried: bool,
+    /// Plans of a hurry, which are counted once they are done.
+    plans: AtomicU64,
     is_stopped: AtomicBool,
     /// None once it is over.
     turn: Mutex<Option<Turn>>,
 }
 
 impl PlanWatch {
+    fn new(context: PlanContext, turn: Turn, is_hurried: bool) -> Arc<PlanWatch> {
+        let deadline = context.call.deadline();
+        let (plans, is_stopped, turn) = (AtomicU64::new(0), AtomicBool::new(false), Mutex::new(Some(turn)));
+        Arc::new(PlanWatch { context, deadline, is_hurried, plans, is_stopped, turn })
+    }
+
+    /// Runs a plan in this thread. With what comes of it is its turn, which has not ended.
+    fn run<R>(
+        self: &Arc<Self>,
+        work: impl FnOnce() -> Result<R, TensorError>,
+    ) -> (Result<R, TensorError>, Option<Turn>) {
+        let PlanContext { account, device, .. } = &self.context;
+        let done = supervised(account, self.clone(), || with_device(device, work));
+        let turn = self.turn.lock().take();
+        if let Some(turn) = &turn {
+            self.add_cpu(turn.elapsed());
+        }
+        (done, turn)
+    }
+
     fn left(&self) -> Duration {
         self.deadline.saturating_duration_since(Instant::now())
     }
@@ -70,7 +101,10 @@ impl PlanWatch {
     fn add_cpu(&self, used: Duration) {
         let call = &self.context.call;
         if self.context.device == Device::Cpu {
-            call.add_cpu(used, Instant::now());
+            // What a serving thread does is counted with what its guest does.
+            if !self.is_hurried {
+                call.add_cpu(used, Instant::now());
+            }
             if call.serving.revision().settings.gpu {
                 call.gpu_time().pay(used);
             }
@@ -84,8 +118,17 @@ fn millis(duration: Duration) -> u64 {
 
 impl Supervisor for PlanWatch {
     fn admit(&self, need: &PlanNeed) -> Result<(), ErrorKind> {
-        self.context.call.surroundings.metrics.tensor_plans.inc();
-        let (estimate, left) = (estimate(need, &self.context.device), self.left());
+        let device = &self.context.device;
+        if self.is_hurried {
+            self.plans.fetch_add(1, Ordering::Relaxed);
+        } else {
+            self.context.call.surroundings.metrics.tensor_plans.inc();
+        }
+        // A GPU computes it while the thread goes on.
+        if self.is_hurried && *device == Device::Cpu && SLOW_CORE.estimate(need, 1) > AT_ONCE {
+            return Err(ErrorKind::WouldWait);
+        }
+        let (estimate, left) = (estimate(need, device), self.left());
         if estimate > left {
             return Err(ErrorKind::NoTime { estimate_ms: millis(estimate), left_ms: millis(left) });
         }
@@ -96,8 +139,9 @@ impl Supervisor for PlanWatch {
         if self.is_stopped() {
             return Err(ErrorKind::Stopped);
         }
-        // On a GPU its own line does that.
+        // On a GPU its own line does that. What takes a moment is not interrupted.
         if self.context.device == Device::Cpu
+            && !self.is_hurried
             && let Some(turn) = self.turn.lock().as_mut()
             && let Some(used) = turn.let_others(&self.context.call.surroundings.background)
         {
@@ -108,6 +152,10 @@ impl Supervisor for PlanWatch {
 
     fn is_stopped(&self) -> bool {
         self.is_stopped.load(Ordering::Relaxed) || Instant::now() >= self.deadline
+    }
+
+    fn is_hurried(&self) -> bool {
+        self.is_hurried
     }
 
     fn payer(&self) -> Option<Arc<dyn Payer>> {
@@ -158,8 +206,48 @@ impl PlanLines {
     }
 }
 
+/// What was computed at once. Of what a GPU still does for it the turn is held for as long as this is: a tenant has so
+/// many plans there, whoever waits for them.
+pub(super) struct Now<R> {
+    pub done: R,
+    pub turn: Option<Turn>,
+}
+
 impl PlanContext {
-    /// Computes something when its turn has come. Whoever stops waiting for it stops it.
+    /// Computes something: at once, where that takes a moment, and else when its turn has come. Whoever stops waiting
+    /// for it stops it.
+    pub(super) async fn run_soon<R: Send + 'static>(
+        self,
+        work: impl Fn() -> Result<R, TensorError> + Send + 'static,
+    ) -> Result<R, TensorFailure> {
+        match self.try_run(&work)? {
+            Some(now) => Ok(now.done),
+            None => self.run(work).await,
+        }
+    }
+
+    /// Computes something in this thread, which serves others too, if there is a place for it and it takes a moment:
+    /// a small plan that has run before, on a CPU, or sending any such plan to a GPU. None if it has to be `run`.
+    pub(super) fn try_run<R>(
+        &self,
+        work: impl FnOnce() -> Result<R, TensorError>,
+    ) -> Result<Option<Now<R>>, TensorFailure> {
+        let account = &self.call.account;
+        let surroundings = &self.call.surroundings;
+        let turn = surroundings.plans.of(&self.device).try_take(&account.name, account.limits.weight);
+        let Some(turn) = turn else { return Ok(None) };
+        let watch = PlanWatch::new(self.clone(), turn, true);
+        let (done, turn) = watch.run(work);
+        if let Err(error) = &done
+            && matches!(*error.what, ErrorKind::WouldWait)
+        {
+            return Ok(None);
+        }
+        surroundings.metrics.tensor_plans.inc_by(watch.plans.load(Ordering::Relaxed));
+        Ok(Some(Now { done: done?, turn }))
+    }
+
+    /// Computes something in a thread of its own when its turn has come. Whoever stops waiting for it stops it.
     pub(super) async fn run<R: Send + 'static>(
         self,
         work: impl FnOnce() -> Result<R, TensorError> + Send + 'static,
@@ -167,17 +255,12 @@ impl PlanContext {
         let account = &self.call.account;
         let surroundings = self.call.surroundings.clone();
         let turn = surroundings.plans.of(&self.device).take(&account.name, account.limits.weight).await;
-        let deadline = self.call.deadline();
-        let turn = Mutex::new(Some(turn));
-        let watch = Arc::new(PlanWatch { context: self, deadline, is_stopped: AtomicBool::new(false), turn });
+        let watch = PlanWatch::new(self, turn, false);
         let _stop = StopOnDrop(watch.clone());
         let computing = move || {
-            let PlanContext { account, device, .. } = &watch.context;
-            let done = supervised(account, watch.clone(), || with_device(device, work));
+            let (done, turn) = watch.run(work);
             // Given back now, and not when somebody hears of the end.
-            if let Some(turn) = watch.turn.lock().take() {
-                watch.add_cpu(turn.elapsed());
-            }
+            drop(turn);
             done
         };
         let done = surroundings.background.spawn_blocking(computing).await;
@@ -196,5 +279,16 @@ mod tests {
         assert_eq!(CORE.estimate(&need(0, 4_000_000_000_000), 2), Duration::from_secs(10));
         assert_eq!(GPU.estimate(&need(0, 0), 1), Duration::ZERO);
         assert!(GPU.estimate(&need(usize::MAX, u64::MAX), 1) > Duration::from_secs(3600));
+    }
+
+    #[test]
+    fn what_takes_a_moment_takes_no_more_on_any_core() {
+        let is_at_once = |moved_bytes, flops| {
+            let need = PlanNeed { moved_bytes, flops, ..PlanNeed::default() };
+            SLOW_CORE.estimate(&need, 1) <= AT_ONCE
+        };
+        assert!(is_at_once(3 * 16 * 16 * 4, 2 * 16 * 16 * 16), "a product of 16²");
+        assert!(!is_at_once(3 * 64 * 64 * 4, 2 * 64 * 64 * 64), "a product of 64²");
+        assert!(!is_at_once(1 << 20, 0), "a copy of a mebibyte");
     }
 }

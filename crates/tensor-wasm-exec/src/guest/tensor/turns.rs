@@ -140,14 +140,28 @@ impl Turns {
         self.take_in_line(tenant, weight, false).await
     }
 
+    /// A turn, if there is one now.
+    pub(crate) fn try_take(self: &Arc<Turns>, tenant: &Arc<str>, weight: u32) -> Option<Turn> {
+        let mut state = self.state.lock();
+        self.start_now(&mut state, tenant).then(|| self.turn(tenant, weight))
+    }
+
+    /// Whether a tenant has a place from now on: there is one, and nobody waits for it.
+    fn start_now(&self, state: &mut TurnState, tenant: &Arc<str>) -> bool {
+        let is_below_its_own = state.share(tenant).running < state.tenant_max;
+        let is_free = state.running < self.running_max && is_below_its_own && state.next().is_none();
+        if is_free {
+            state.start(tenant);
+        }
+        is_free
+    }
+
     /// Waits for one before or behind all others of the same tenant. A plan that let others go first goes on before
     /// those that have not begun: what it holds meanwhile is then held by as few as ran at once.
     async fn take_in_line(self: &Arc<Turns>, tenant: &Arc<str>, weight: u32, is_first: bool) -> Turn {
         let (mut in_line, given) = {
             let mut state = self.state.lock();
-            let is_below_its_own = state.share(tenant).running < state.tenant_max;
-            if state.running < self.running_max && is_below_its_own && state.next().is_none() {
-                state.start(tenant);
+            if self.start_now(&mut state, tenant) {
                 return self.turn(tenant, weight);
             }
             let (sender, given) = oneshot::channel();
@@ -282,6 +296,21 @@ mod tests {
         drop(more);
         assert_eq!(turns.depth(), (0, 0));
         assert!(once(&mut Box::pin(turns.take(&b, 1))).is_some());
+    }
+
+    #[test]
+    fn nobody_is_passed_by_who_does_not_wait() {
+        let turns = Turns::new(2, 1);
+        let (a, b, c) = (name("a"), name("b"), name("c"));
+        let held = turns.try_take(&a, 1).unwrap();
+        assert!(turns.try_take(&a, 1).is_none(), "a tenant has one place");
+        let other = turns.try_take(&b, 1).unwrap();
+        let mut waiting = Box::pin(turns.take(&c, 1));
+        assert!(once(&mut waiting).is_none() && turns.try_take(&c, 1).is_none());
+        drop(other);
+        assert!(turns.try_take(&b, 1).is_none(), "the place was given to who waited");
+        drop((waiting, held));
+        assert_eq!(turns.depth(), (0, 0));
     }
 
     #[test]

@@ -26,6 +26,7 @@ struct Watch {
     asked: AtomicUsize,
     nth: usize,
     does: Does,
+    is_hurried: bool,
     is_stopped: AtomicBool,
     paid: Arc<Paid>,
 }
@@ -39,7 +40,12 @@ enum Does {
 impl Watch {
     fn new(nth: usize, does: Does) -> Arc<Watch> {
         let (asked, is_stopped, paid) = (AtomicUsize::new(0), AtomicBool::new(false), Arc::default());
-        Arc::new(Watch { asked, nth, does, is_stopped, paid })
+        Arc::new(Watch { asked, nth, does, is_hurried: false, is_stopped, paid })
+    }
+
+    fn hurried() -> Arc<Watch> {
+        let (asked, is_stopped, paid) = (AtomicUsize::new(0), AtomicBool::new(false), Arc::default());
+        Arc::new(Watch { asked, nth: 0, does: Does::Nothing, is_hurried: true, is_stopped, paid })
     }
 
     fn asked(&self) -> usize {
@@ -64,6 +70,10 @@ impl Supervisor for Watch {
             }
         }
         Ok(())
+    }
+
+    fn is_hurried(&self) -> bool {
+        self.is_hurried
     }
 
     fn is_stopped(&self) -> bool {
@@ -134,6 +144,42 @@ fn a_short_plan_is_replayed_once_it_is_known_to_be_short_and_asked_for_before() 
     let stopped = run(&watch).unwrap_err();
     assert!(matches!(*stopped.what, ErrorKind::Stopped) && watch.asked() == 1, "{stopped}");
     run(&Watch::new(0, Does::Nothing)).unwrap();
+}
+
+fn is_in_a_hurry<R>(done: Result<R, TensorError>) -> bool {
+    matches!(done, Err(error) if matches!(*error.what, ErrorKind::WouldWait))
+}
+
+#[test]
+fn whoever_does_not_wait_sends_a_plan_once_it_is_known_and_reads_what_comes_of_it() {
+    let (device, account, x) = (Place::Cuda(within(1 << 24)), account(), host(2048));
+    let plan = || {
+        let made = (&x + 1.0) * 3.0;
+        made.realize().map(|()| made)
+    };
+    let hurried = || watched(&device, &account, &Watch::hurried(), plan);
+    let before = account.used_nodes();
+    assert!(is_in_a_hurry(hurried()), "it was never compiled");
+    assert_eq!(account.used_nodes(), before);
+    let sent = (0..RUNS_MAX).find_map(|_| {
+        watched(&device, &account, &Watch::new(0, Does::Nothing), plan).unwrap();
+        hurried().ok()
+    });
+    let (sent, bytes) = (sent.expect("a short plan is sent"), 2048 * 4);
+    let waited = round_trips();
+    let read = sent.begin_read::<f32>(0..bytes).unwrap().unwrap();
+    assert_eq!(round_trips(), waited);
+    assert_eq!(block_on(read).unwrap(), [6_f32; 2048]);
+    let some = sent.begin_read::<u8>(10..16).unwrap().unwrap();
+    assert_eq!(block_on(some).unwrap(), [6_f32; 2].map(f32::to_le_bytes).concat()[2..]);
+    let is_refused = |bytes| sent.begin_read::<f32>(bytes).unwrap().is_none();
+    assert!(is_refused(0..bytes + 4) && is_refused(0..0) && is_refused(0..6));
+    assert!(sent.begin_read::<i32>(0..4).unwrap().is_none(), "they are no integers");
+    // What it needs has to be copied to the device first, which is more than a job carries.
+    let other = host(2048);
+    let made = || ((&other + 1.0) * 3.0).realize();
+    assert!(is_in_a_hurry(watched(&device, &account, &Watch::hurried(), made)));
+    assert!(is_all_ones(watched(&device, &account, &Watch::new(0, Does::Nothing), || (&sent / 6.0).to_vec::<f32>())));
 }
 
 /// What was quick says nothing of what comes after it.
