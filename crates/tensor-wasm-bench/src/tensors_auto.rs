@@ -15,16 +15,43 @@ const SLICE: Duration = Duration::from_millis(20);
 
 const SIZES: [usize; 6] = [16, 64, 256, 1024, 2048, 4096];
 
-type Operation = (&'static str, fn(&Tensor, &Tensor) -> Tensor);
+/// A name, and what is made of one operand or of two. Only what is used is copied.
+#[derive(Clone, Copy)]
+enum Operation {
+    OfOne(&'static str, fn(&Tensor) -> Tensor),
+    OfTwo(&'static str, fn(&Tensor, &Tensor) -> Tensor),
+}
 
 const OPERATIONS: [Operation; 6] = [
-    ("add", |a, b| a + b),
-    ("chain", |a, b| ((a * 2.0 + b) * a - 1.0).relu() * 0.5),
-    ("gelu", |a, _| a.gelu()),
-    ("softmax", |a, _| a.softmax(1)),
-    ("sum", |a, _| a.sum(0)),
-    ("matmul", |a, b| a.matmul(b)),
+    Operation::OfTwo("add", |a, b| a + b),
+    Operation::OfTwo("chain", |a, b| ((a * 2.0 + b) * a - 1.0).relu() * 0.5),
+    Operation::OfOne("gelu", |a| a.gelu()),
+    Operation::OfOne("softmax", |a| a.softmax(1)),
+    Operation::OfOne("sum", |a| a.sum(0)),
+    Operation::OfTwo("matmul", |a, b| a.matmul(b)),
 ];
+
+impl Operation {
+    fn name(self) -> &'static str {
+        match self {
+            Operation::OfOne(name, _) | Operation::OfTwo(name, _) => name,
+        }
+    }
+
+    fn count(self) -> usize {
+        match self {
+            Operation::OfOne(..) => 1,
+            Operation::OfTwo(..) => 2,
+        }
+    }
+
+    fn of(self, operands: &[Tensor]) -> Tensor {
+        match self {
+            Operation::OfOne(_, make) => make(&operands[0]),
+            Operation::OfTwo(_, make) => make(&operands[0], &operands[1]),
+        }
+    }
+}
 
 /// Where operands are before each run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -45,6 +72,8 @@ struct Point {
     cpu: f64,
     gpu: f64,
     is_on_gpu: bool,
+    /// Of what is taken, as `explain` says it.
+    why: String,
 }
 
 impl Point {
@@ -54,21 +83,21 @@ impl Point {
     }
 }
 
-/// Operands as a place says.
-fn operands(size: usize, place: Place, known: &[Tensor; 2], cuda: &Device) -> anyhow::Result<[Tensor; 2]> {
-    let new = |n: usize| -> anyhow::Result<Tensor> {
+/// So many operands as a place says.
+fn operands(size: usize, count: usize, place: Place, known: &[Tensor], cuda: &Device) -> anyhow::Result<Vec<Tensor>> {
+    let new = |known: &Tensor| -> anyhow::Result<Tensor> {
         Ok(match place {
-            Place::Known => known[n].clone(),
-            Place::New => Tensor::from_vec(known[n].to_vec::<f32>()?, &[size, size]),
-            Place::There => known[n].to(cuda),
+            Place::Known => known.clone(),
+            Place::New => Tensor::from_vec(known.to_vec::<f32>()?, &[size, size]),
+            Place::There => known.to(cuda),
         })
     };
-    Ok([new(0)?, new(1)?])
+    known.iter().take(count).map(new).collect()
 }
 
 /// The median of runs on a device, in microseconds, until the result is there.
 fn time(
-    make: impl Fn() -> anyhow::Result<[Tensor; 2]>,
+    make: impl Fn() -> anyhow::Result<Vec<Tensor>>,
     run: Operation,
     on: &Device,
     cuda: &CudaDevice,
@@ -76,11 +105,12 @@ fn time(
     let mut times = Vec::new();
     let begun = Instant::now();
     for n in 0.. {
-        let [a, b] = make()?;
+        let operands = make()?;
         cuda.synchronize()?;
         let one = Instant::now();
         // What is on a GPU is computed there unless somebody fetches it.
-        with_device(on, || run.1(&a.to(on), &b.to(on)).realize())?;
+        let there = || operands.iter().map(|own| own.to(on)).collect::<Vec<_>>();
+        with_device(on, || run.of(&there()).realize())?;
         if *on != Device::Cpu {
             cuda.synchronize()?;
         }
@@ -109,24 +139,25 @@ fn grid(cuda: &CudaDevice) -> anyhow::Result<Vec<Point>> {
         }
         for run in OPERATIONS {
             for place in [Place::New, Place::Known, Place::There] {
-                let make = || operands(size, place, &known, &gpu);
+                let make = || operands(size, run.count(), place, &known, &gpu);
                 let (on_cpu, on_gpu) = (time(make, run, &Device::Cpu, cuda)?, time(make, run, &gpu, cuda)?);
                 // A plan of its own for each place: an operation more that changes nothing is not fused away.
                 let mark = [Place::New, Place::Known, Place::There].iter().position(|known| *known == place);
-                let marked = |a: &Tensor, b: &Tensor| {
+                let marked = |operands: &[Tensor]| {
                     let sizes = [1, 1, 1].map(|n: isize| n);
-                    run.1(a, b).reshape(&[&sizes[..mark.unwrap_or(0)], &[-1]].concat())
+                    run.of(operands).reshape(&[&sizes[..mark.unwrap_or(0)], &[-1]].concat())
                 };
-                let mut is_on_gpu = false;
+                let (mut is_on_gpu, mut why) = (false, String::new());
                 for n in 0..=WARM {
-                    let [a, b] = make()?;
-                    let result = marked(&a, &b);
-                    is_on_gpu = with_device(&Device::Auto, || result.explain())?.device.starts_with("cuda");
+                    let result = marked(&make()?);
+                    let explained = with_device(&Device::Auto, || result.explain())?;
+                    is_on_gpu = explained.device.starts_with("cuda");
+                    why = explained.choice.unwrap_or_default();
                     if n < WARM {
                         with_device(&Device::Auto, || result.realize())?;
                     }
                 }
-                points.push(Point { name: run.0, size, place, cpu: on_cpu, gpu: on_gpu, is_on_gpu });
+                points.push(Point { name: run.name(), size, place, cpu: on_cpu, gpu: on_gpu, is_on_gpu, why });
             }
         }
     }
@@ -153,8 +184,9 @@ pub(crate) fn print() -> anyhow::Result<()> {
     let points = grid(&cuda)?;
     println!("operation    size  operands       cpu µs       gpu µs  taken");
     for point in &points {
-        let Point { name, size, place, cpu, gpu, is_on_gpu } = point;
-        let (on, wrong) = (if *is_on_gpu { "gpu" } else { "cpu" }, if point.is_right() { "" } else { "  wrong" });
+        let Point { name, size, place, cpu, gpu, is_on_gpu, why } = point;
+        let on = if *is_on_gpu { "gpu" } else { "cpu" };
+        let wrong = if point.is_right() { String::new() } else { format!("  wrong: {why}") };
         println!("{name:<10} {size:>6}  {:<8} {cpu:>12.1} {gpu:>12.1}  {on}{wrong}", format!("{place:?}"));
     }
     println!("{:.3} of the decisions are within a tenth of the better device", share_of(&points));

@@ -69,10 +69,11 @@ fn speeds(elements: &[usize; RATES], product: usize) -> Result<Speeds> {
         let seconds = shortest(LONG_RUNS, || &a + &b)?;
         *rate = (bytes, bytes / (seconds - run).max(1e-9));
     }
-    // Eight functions that cost twelve simple operations each, beside which bytes do not matter.
-    let x = random(&[elements[0]], DType::F32)?;
+    // Eight functions that cost twelve simple operations each, beside which bytes do not matter; of so many elements
+    // that all threads of a CPU are at work.
+    let x = random(&[elements[1]], DType::F32)?;
     let functions = shortest(LONG_RUNS, || (0..8).fold(x.clone(), |x, _| x.tanh()))?;
-    let operations = 8.0 * 12.0 * elements[0] as f64 / (functions - run).max(1e-9);
+    let operations = 8.0 * 12.0 * elements[1] as f64 / (functions - run).max(1e-9);
     let products = |dtype: DType, size: usize| {
         let (a, b) = (random(&[size, size], dtype)?, random(&[size, size], dtype)?);
         let seconds = shortest(LONG_RUNS, || a.matmul(&b))?;
