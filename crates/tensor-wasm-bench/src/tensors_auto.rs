@@ -10,6 +10,9 @@ use crate::tensors::middle;
 /// Runs before a decision counts: `auto` has measured by then what it wants to know.
 const WARM: usize = 24;
 
+/// Runs more while it is measuring.
+const TRIALS_MAX: usize = 8;
+
 /// How long one side of a point is measured.
 const SLICE: Duration = Duration::from_millis(20);
 
@@ -148,14 +151,15 @@ fn grid(cuda: &CudaDevice) -> anyhow::Result<Vec<Point>> {
                     run.of(operands).reshape(&[&sizes[..mark.unwrap_or(0)], &[-1]].concat())
                 };
                 let (mut is_on_gpu, mut why) = (false, String::new());
-                for n in 0..=WARM {
+                for n in 0..WARM + TRIALS_MAX {
                     let result = marked(&make()?);
                     let explained = with_device(&Device::Auto, || result.explain())?;
                     is_on_gpu = explained.device.starts_with("cuda");
                     why = explained.choice.unwrap_or_default();
-                    if n < WARM {
-                        with_device(&Device::Auto, || result.realize())?;
+                    if n >= WARM && !why.contains("to measure it") {
+                        break;
                     }
+                    with_device(&Device::Auto, || result.realize())?;
                 }
                 points.push(Point { name: run.name(), size, place, cpu: on_cpu, gpu: on_gpu, is_on_gpu, why });
             }

@@ -2,8 +2,18 @@
 
 use super::Processor;
 
-/// Runs of a plan on a processor whose time counts, after one that makes everything ready.
+/// Runs of a plan on a processor whose time counts: the first of them still find memory that nobody has touched, or
+/// threads that sleep, so that one alone says nothing.
+const SAMPLES_MIN: usize = 2;
 const SAMPLES_MAX: usize = 4;
+
+/// Runs before them, which make everything ready: on a GPU one compiles the kernels, and the next records its graph.
+fn ready_after(processor: Processor) -> usize {
+    match processor {
+        Processor::Cpu => 1,
+        Processor::Gpu => 2,
+    }
+}
 
 /// Another processor has to be better than the present one by so much: below that, a change costs more than it brings.
 const GAIN_MIN: f64 = 0.1;
@@ -21,6 +31,13 @@ struct Measured {
     samples: usize,
     /// The shortest of them, in seconds.
     best: Option<f64>,
+}
+
+impl Measured {
+    /// What a run takes, once there are enough to tell.
+    fn time(&self) -> Option<f64> {
+        self.best.filter(|_| self.samples >= SAMPLES_MIN)
+    }
 }
 
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -73,9 +90,10 @@ impl History {
     }
 
     pub(crate) fn choose(&self, estimates: &Estimates) -> Choice {
-        let (cpu, gpu) = (self.cpu.best.unwrap_or(estimates.cpu), self.gpu.best.unwrap_or(estimates.gpu));
-        let (cpu, gpu) = (cpu + estimates.to_cpu, gpu + estimates.to_gpu);
-        let (is_cpu_measured, is_gpu_measured) = (self.cpu.best.is_some(), self.gpu.best.is_some());
+        let (own_cpu, own_gpu) = (self.cpu.time(), self.gpu.time());
+        let (is_cpu_measured, is_gpu_measured) = (own_cpu.is_some(), own_gpu.is_some());
+        let cpu = own_cpu.unwrap_or(estimates.cpu) + estimates.to_cpu;
+        let gpu = own_gpu.unwrap_or(estimates.gpu) + estimates.to_gpu;
         let better = if gpu < cpu { Processor::Gpu } else { Processor::Cpu };
         let time = |processor: Processor| if processor == Processor::Gpu { gpu } else { cpu };
         let mut choice = Choice { on: better, cpu, gpu, is_cpu_measured, is_gpu_measured, is_trial: false };
@@ -101,7 +119,7 @@ impl History {
     /// Whether the next run on a processor is measured. On a GPU somebody has to wait for that.
     pub(crate) fn is_measured_next(&self, on: Processor) -> bool {
         let known = if on == Processor::Gpu { &self.gpu } else { &self.cpu };
-        known.runs > 0 && known.samples < SAMPLES_MAX
+        known.runs >= ready_after(on) && known.samples < SAMPLES_MAX
     }
 
     /// A run is over, or was sent.
