@@ -563,8 +563,8 @@ fn bisect(
     b.get(low)
 }
 
-/// The tiles of a group's teams. Behind each item's entries there is a gap, so that those of neighbours are in different
-/// banks; and behind all there is room for what is read and not used.
+/// The tiles of a group's teams. Behind each item's entries there is a gap, so that those of neighbours are in
+/// different banks; and behind all there is room for what is read and not used.
 struct Shared {
     kind: Kind,
     windows: Vec<Value>,
