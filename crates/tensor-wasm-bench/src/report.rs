@@ -118,7 +118,7 @@ impl Report {
         let file = json!({
             "command": command,
             "date": output("date", &["-u", "+%Y-%m-%dT%H:%M:%SZ"]),
-            "machine": self.device.map_or_else(machine, |device| format!("{device}; {}", machine())),
+            "machine": self.device.map_or_else(machine, |device| format!("{}; {}", described(&device), machine())),
             "rows": self.rows,
         });
         let folder =
@@ -129,6 +129,13 @@ impl Report {
         println!("wrote bench-results/{}.json", self.name);
         Ok(())
     }
+}
+
+/// A device with its driver, where NVIDIA's tool tells.
+fn described(device: &str) -> String {
+    let told = output("nvidia-smi", &["--query-gpu=name,driver_version", "--format=csv,noheader"]);
+    let first = told.lines().next().and_then(|line| line.split_once(", "));
+    first.map_or_else(|| device.to_owned(), |(name, driver)| format!("{name}, driver {driver}"))
 }
 
 fn machine() -> String {
