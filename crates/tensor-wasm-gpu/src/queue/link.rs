@@ -319,7 +319,7 @@ impl Link {
     /// gone. A tenant's first stream is closed after its others.
     pub(crate) fn close(&self, stream: usize) -> bool {
         let mut state = self.state.lock();
-        self.settle(&mut state, Instant::now());
+        self.settle_for_others(&mut state, Instant::now());
         let LinkState { fair, streams, lines, .. } = &mut *state;
         // A line goes after everybody who sends in it.
         let mut others = streams.iter().enumerate().filter(|(n, _)| *n != stream);
@@ -339,7 +339,7 @@ impl Link {
     pub(crate) fn oldest(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         let now = Instant::now();
-        self.settle(&mut state, now);
+        self.settle_for_others(&mut state, now);
         let first = |n: &usize| {
             let stream = state.streams[*n].as_ref().filter(|stream| !stream.is_resident)?;
             let cell = &state.cells[*stream.running.front()? as usize];
@@ -364,7 +364,7 @@ impl Link {
     /// Whether nothing is on a stream or in line for it.
     pub(crate) fn is_idle(&self, stream: usize) -> bool {
         let mut state = self.state.lock();
-        self.settle(&mut state, Instant::now());
+        self.settle_for_others(&mut state, Instant::now());
         state.streams[stream].as_ref().is_none_or(|own| own.cells == 0)
     }
 
@@ -479,9 +479,10 @@ impl Link {
         let state = &mut *guard;
         self.settle(state, now);
         let line = state.streams[stream].as_ref().ok_or(DeviceError::StaleHandle)?.line;
-        if state.fair.room(line) < 1 || !state.has_cells(stream, orders.len()) {
-            // Who is refused and asks again and again must see the line move.
-            self.pump(state, now);
+        let is_full = state.fair.room(line) < 1 || !state.has_cells(stream, orders.len());
+        // Who is refused and asks again and again must see the line move.
+        if is_full && self.pump(state, now) > 0 {
+            self.waiters.tell(self.slab.done_bell());
         }
         let now_ns = state.nanos(now);
         let has_cells = state.has_cells(stream, orders.len());
@@ -535,11 +536,11 @@ impl Link {
         }
         own.cells += count;
         shared.cells += count;
-        self.pump(state, now);
+        let sent = self.pump(state, now);
         let has_backlog = state.streams[stream].as_ref().is_some_and(|own| state.fair.waiting(own.line) > 0);
         drop(guard);
-        if has_backlog {
-            // Somebody has to send the rest, also if nobody waits for it.
+        if has_backlog || sent > 1 {
+            // Somebody has to send the rest, also if nobody waits for it, and to see the end of what others have sent.
             self.waiters.tell(self.slab.done_bell());
         }
         Ok(Ticket {
@@ -554,8 +555,16 @@ impl Link {
         })
     }
 
-    /// Takes note of what is done.
-    fn settle(&self, state: &mut LinkState, now: Instant) {
+    /// Takes note of what is done, and leaves it to the completion thread to send what may be sent after it: who was
+    /// seen done here is no news to that thread any more, and it would park.
+    fn settle_for_others(&self, state: &mut LinkState, now: Instant) {
+        if self.settle(state, now) {
+            self.waiters.tell(self.slab.done_bell());
+        }
+    }
+
+    /// Takes note of what is done. Returns whether anything is.
+    fn settle(&self, state: &mut LinkState, now: Instant) -> bool {
         let LinkState { fair, cells, unused, streams, lines, active, seen, last_done, .. } = state;
         // Whoever comes late to the lock took its time earlier.
         let now = now.max(*last_done);
@@ -580,6 +589,7 @@ impl Link {
         if count > 0 {
             *last_done = now;
         }
+        let mut has_settled = false;
         let mut flags = seen.iter().copied();
         active.retain(|n| {
             let Some(flag) = flags.next() else { return true };
@@ -592,6 +602,7 @@ impl Link {
                 && has_passed(flag, cells[cell as usize].number)
             {
                 stream.running.pop_front();
+                has_settled = true;
                 stream.last_done = now;
                 if let Some(shared) = &mut lines[stream.home] {
                     shared.last_done = now;
@@ -623,12 +634,14 @@ impl Link {
             }
             !stream.running.is_empty()
         });
+        has_settled
     }
 
-    /// Sends what may be sent.
-    fn pump(&self, state: &mut LinkState, now: Instant) {
+    /// Sends what may be sent. Returns how many batches were: whoever waits for one of them did not ask to be rung for
+    /// it while it was in line, so the completion thread has to look again, unless it is the one that sends.
+    fn pump(&self, state: &mut LinkState, now: Instant) -> usize {
         let ring = self.slab.ring();
-        let mut has_sent = false;
+        let (mut has_sent, mut count) = (false, 0);
         let now_ns = state.nanos(now);
         let LinkState { fair, cells, streams, active, ring_head, .. } = state;
         loop {
@@ -639,6 +652,7 @@ impl Link {
             let Some(Turn { line, job: batch, estimate_ns }) = fair.next(now_ns, has_idle_stream) else { break };
             let n = cells[batch.cells()[0] as usize].stream;
             let Some(stream) = streams[n].as_mut() else { continue };
+            count += 1;
             // Long kernels make way for short ones where the device has a choice: on a low priority.
             if fair.is_long(line) != stream.is_low {
                 stream.is_low = !stream.is_low;
@@ -669,6 +683,7 @@ impl Link {
         if has_sent {
             self.slab.worker_bell().ring();
         }
+        count
     }
 
     /// Whether a use of memory is over, as far as can be seen by now.
@@ -717,7 +732,7 @@ impl Link {
         for (n, number) in wanted {
             let Some(stream) = state.streams[n].as_mut() else { continue };
             if !has_passed(stream.announced, number) {
-                // What is not on the device yet cannot be announced; whoever sends it looks again.
+                // What is not on the device yet cannot be announced; whoever sends it has this thread look again.
                 let Some(last) = stream.running.back().map(|cell| state.cells[*cell as usize].number) else { continue };
                 // It was asked already. Asking for as long as a job waits in line put more rings before that job than
                 // a stream could work off.
@@ -838,7 +853,11 @@ impl Ticket {
         let mut state = self.link.state.lock();
         self.link.settle(&mut state, now);
         state.release(self.cell);
-        self.link.pump(&mut state, now);
+        let sent = self.link.pump(&mut state, now);
+        drop(state);
+        if sent > 0 {
+            self.link.waiters.tell(self.link.slab.done_bell());
+        }
         answer
     }
 
@@ -929,6 +948,41 @@ impl LinkState {
             // A long batch of one who holds nothing need not leave as much.
             0 => left >= CELLS_RESERVED,
             _ => held + count <= left,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slab::SlabPlan;
+
+    /// Nobody rings for the first job's end, as on a GPU that was not asked to: whoever sees it has the next one sent.
+    #[test]
+    fn whoever_sees_that_a_job_is_done_has_the_next_one_sent() {
+        let errands: [fn(&Link) -> bool; 2] = [|link| link.oldest().is_some(), |link| link.is_idle(1)];
+        for errand in errands {
+            let slab = Arc::new(Slab::create(&SlabPlan::default()).unwrap());
+            let link = Link::new(slab.clone(), 0, Arc::default());
+            link.open(1, "a", Share { weight: 1, running_max: 1, waiting_max: 8 });
+            let mut tail = slab.ring().start();
+            let sent = std::cell::RefCell::new(Vec::new());
+            let mut has_come = |wanted: &dyn Fn(&[u32]) -> bool| {
+                let until = Instant::now() + Duration::from_secs(20);
+                while Instant::now() < until && !wanted(&sent.borrow()) {
+                    sent.borrow_mut().extend(slab.ring().pop(&mut tail));
+                    std::thread::yield_now();
+                }
+                wanted(&sent.borrow())
+            };
+            let fill = || vec![Job::Fill { address: 0, bytes: 1, value: 0 }.into()];
+            let (first, second) = (link.send(1, fill()).unwrap(), link.send(1, fill()).unwrap());
+            let (first_number, second_cell) = (first.number, second.cell());
+            drop(first);
+            assert!(has_come(&|sent| sent.contains(&(NOTIFY | 1))), "the completion thread is about to park");
+            slab.flag(1).store(first_number, Ordering::Release);
+            assert!(!errand(&link), "one is done and the other in line");
+            assert!(has_come(&|sent| sent.contains(&second_cell)), "it is in line for ever");
         }
     }
 }
