@@ -112,6 +112,8 @@ pub(crate) fn groups(body: &Body, facts: &Facts, is_trusted: bool) -> AccessGrou
         }
         let epoch = if is_load { load_epoch } else { store_epoch };
         if !(is_load || is_store) || !at.is_aligned || at.may_wrap() || !at.region.can_clamp() {
+            // It may lie across those beside it: they are not stored after it.
+            store_epoch += usize::from(is_store);
             continue;
         }
         let value = if let Op::Store { value, .. } = op { Some(*value) } else { op.to() };
@@ -201,12 +203,13 @@ fn vectors(
     if is_load {
         own.dedup_by_key(|access| (access.epoch, access.distance));
     } else {
-        // What is stored twice stays in its order.
-        let all = own.clone();
-        let is_same = |a: &GroupedAccess, b: &GroupedAccess| (a.epoch, a.distance) == (b.epoch, b.distance);
+        // What is stored twice stays in its order, also if the other store is of another type and in no vector.
+        let place = |access: &GroupedAccess| (access.epoch, access.distance);
+        let mut stored: Vec<_> = accesses.iter().filter(|access| !access.is_load).map(place).collect();
+        stored.sort_unstable();
         own.retain(|access| {
-            let from = all.partition_point(|other| (other.epoch, other.distance) < (access.epoch, access.distance));
-            all.get(from + 1).is_none_or(|next| !is_same(next, access))
+            let from = stored.partition_point(|other| *other < place(access));
+            stored.get(from + 1).is_none_or(|next| *next != place(access))
         });
     }
     let width = i64::from(bytes);

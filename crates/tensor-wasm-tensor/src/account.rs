@@ -52,6 +52,9 @@ pub struct PlanNeed {
     pub moved_bytes: usize,
     /// Operations on numbers.
     pub flops: u64,
+    /// All that is done to elements, in simple operations of a core that does one after the other: a function of an
+    /// element is many, and so is a random number.
+    pub work: u64,
 }
 
 /// Who is asked before a plan runs and while it does. What it answers with ends the plan.

@@ -141,6 +141,15 @@ fn what_is_stored_twice_stays_in_its_order() {
     let done = launch(&b.finish().unwrap(), [1; 3], [1; 3], &[Arg::Buffer(vec![0; 16])]);
     let words: Vec<u32> = done.buffers[0].chunks(4).map(|four| u32::from_le_bytes(four.try_into().unwrap())).collect();
     assert_eq!(words, [3, 2, 1, 4]);
+    // The one between is of another type: as a vector, the float would be stored after it.
+    let mut b = KernelBuilder::new("typed");
+    let to = b.window().unwrap();
+    let (float, number) = (b.f32(1.5).unwrap(), b.i32(7).unwrap());
+    for (value, at) in [(float, 0), (number, 0), (float, 4)] {
+        b.store(value, to, at).unwrap();
+    }
+    let done = launch(&b.finish().unwrap(), [1; 3], [1; 3], &[Arg::Buffer(vec![0; 8])]);
+    assert_eq!(done.buffers[0], [7_u32.to_le_bytes(), 1.5_f32.to_le_bytes()].concat());
 }
 
 #[test]

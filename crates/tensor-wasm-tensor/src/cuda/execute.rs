@@ -101,7 +101,7 @@ struct PlanGraph {
     graph: Graph,
     /// For each buffer that the plan names which of the run's it is. Leaves may share one, others in each run: that all
     /// buffers lie where they lay does not say that each is what it was.
-    buffers: Vec<u16>,
+    buffers: Vec<u32>,
 }
 
 /// A buffer as a plan names it.
@@ -484,7 +484,9 @@ impl PlanState {
     /// Whether whoever runs it has to wait for the device: for its kernels one by one, or to hear whether everything
     /// could be computed.
     fn is_waited_for(&self, leaves: &[Value], words: &[u8]) -> bool {
-        self.takes.is_none_or(|takes| takes > SUPERVISED_AT_ONCE) || !self.lowered.check.is_passed(leaves, words)
+        let is_long = self.takes.is_none_or(|takes| takes > SUPERVISED_AT_ONCE);
+        // What takes several batches may find the line full after the first.
+        is_long || self.lowered.launches.len() > BATCH_MAX || !self.lowered.check.is_passed(leaves, words)
     }
 
     /// Sends the launches, as a graph if they were sent before.
@@ -500,7 +502,7 @@ impl PlanState {
         }
         let missing = || ErrorKind::Bug { why: "a buffer of a plan is not there".to_owned() };
         let mut handles: Vec<Handle> = Vec::with_capacity(self.named.len());
-        let mut buffers: Vec<u16> = Vec::with_capacity(self.named.len());
+        let mut buffers: Vec<u32> = Vec::with_capacity(self.named.len());
         self.numbers.clear();
         for named in &self.named {
             let buffer = match named {
@@ -513,7 +515,7 @@ impl PlanState {
             let buffer = &buffer.ok_or_else(missing)?.buffer;
             let next = u32::try_from(handles.len()).unwrap_or(u32::MAX);
             let number = self.numbers.of(Arc::as_ptr(buffer).addr() as u64, next);
-            buffers.push(u16::try_from(number).unwrap_or(u16::MAX));
+            buffers.push(number);
             if number == next {
                 handles.push(buffer.handle());
             }
@@ -578,11 +580,11 @@ impl PlanState {
     }
 
     /// What each launch is given. None if one names a buffer that is not there.
-    fn params(&self, handles: &[Handle], buffers: &[u16]) -> Option<Vec<Params>> {
+    fn params(&self, handles: &[Handle], buffers: &[u32]) -> Option<Vec<Params>> {
         let param = |argument: &LaunchArgument| {
             let (buffer, offset) = named_by(argument);
             let at = self.named.iter().position(|named| *named == buffer)?;
-            let handle = *handles.get(usize::from(*buffers.get(at)?))?;
+            let handle = *handles.get(*buffers.get(at)? as usize)?;
             Some(Param::Buffer { handle, offset })
         };
         let params =

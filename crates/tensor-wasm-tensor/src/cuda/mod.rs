@@ -174,7 +174,12 @@ impl CudaDevice {
 
     /// Memory for the device's library, which all plans share that are there.
     fn workspace(&self) -> Result<Arc<CudaBuffer>, ErrorKind> {
-        let mut workspace = self.0.workspace.lock();
+        let Some(mut workspace) = self.0.workspace.try_lock().or_else(|| {
+            // Whoever has it may wait for memory.
+            (!account::is_hurried()).then(|| self.0.workspace.lock())
+        }) else {
+            return Err(ErrorKind::WouldWait);
+        };
         if let Some(made) = workspace.upgrade().filter(|made| made.is_there()) {
             return Ok(made);
         }
@@ -185,7 +190,9 @@ impl CudaDevice {
     }
 
     fn has_workspace(&self) -> bool {
-        self.0.workspace.lock().upgrade().is_some_and(|made| made.is_there())
+        // Who holds it makes it.
+        let Some(workspace) = self.0.workspace.try_lock() else { return false };
+        workspace.upgrade().is_some_and(|made| made.is_there())
     }
 
     /// Remembers what a plan under a supervisor has sent.
@@ -333,14 +340,20 @@ impl Pending {
 
     /// Whether it is over without anybody waiting; an error if it failed.
     fn is_over(&self) -> Result<bool, ErrorKind> {
-        let is_over = self.0.lock().completion.as_ref().is_none_or(Completion::is_over);
+        // Who waits for it has the lock meanwhile.
+        let Some(state) = self.0.try_lock().or_else(|| (!account::is_hurried()).then(|| self.0.lock())) else {
+            return Err(ErrorKind::WouldWait);
+        };
+        let is_over = state.completion.as_ref().is_none_or(Completion::is_over);
+        drop(state);
         if is_over { self.settle().map(|()| true) } else { Ok(false) }
     }
 
     /// The same without waiting for somebody who waits for it.
     fn is_known_to_be_over(&self) -> bool {
         let is_over = |state: &PendingState| state.completion.as_ref().is_none_or(Completion::is_over);
-        self.0.try_lock().is_some_and(|state| is_over(&state)) && !matches!(self.is_over(), Ok(false))
+        self.0.try_lock().is_some_and(|state| is_over(&state))
+            && !matches!(self.is_over(), Ok(false) | Err(ErrorKind::WouldWait))
     }
 
     /// Whether somebody waits for it now, so that whoever asks about it may wait too.

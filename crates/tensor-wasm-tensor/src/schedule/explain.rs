@@ -182,6 +182,8 @@ fn kernel(number: usize, plan: &Plan) -> ExplainedKernel {
                 Op::ArgSort { axis, .. } => sort_flops(count, special.shape[axis]),
                 Op::ArgReduce { .. } => special.inputs.first().map_or(0, |view| view.layout.shape.numel() as u64),
                 Op::Cumsum { .. } => count,
+                // Windows that overlap are added up: an addition for each element of each.
+                Op::Fold { .. } => special.inputs.first().map_or(0, |view| view.layout.shape.numel() as u64),
                 // An addition for each, and as much as sorting the indices takes, which a GPU does.
                 Op::ScatterAdd { axis, .. } => {
                     let of = |view: &BufferView| (touched(view) / view.dtype.size().max(1)) as u64;
@@ -223,8 +225,8 @@ fn attention_flops(special: &SpecialKernel, heads: Shape, products: [u64; 2]) ->
     2 * heads * size(0, 1) * size(1, 1) * widths
 }
 
-fn operations(map: &MapKernel) -> Vec<&'static str> {
-    let name = |kind: &ValueKind| match kind {
+fn name_of(kind: &ValueKind) -> Option<&'static str> {
+    match kind {
         ValueKind::Load(_) | ValueKind::Fill(_) => None,
         ValueKind::Iota(_) => Some("iota"),
         ValueKind::Random(..) => Some("random"),
@@ -233,9 +235,47 @@ fn operations(map: &MapKernel) -> Vec<&'static str> {
         ValueKind::Where(..) => Some("where"),
         ValueKind::Cast(_) => Some("cast"),
         ValueKind::Reduce(op, _) => Some(op.name()),
-    };
-    let names: Vec<&str> = map.values.iter().filter_map(|value| name(&value.kind)).collect();
+    }
+}
+
+fn operations(map: &MapKernel) -> Vec<&'static str> {
+    let names: Vec<&str> = map.values.iter().filter_map(|value| name_of(&value.kind)).collect();
     if names.is_empty() { vec!["copy"] } else { names }
+}
+
+/// Simple operations that a kernel costs besides what it does to elements: a microsecond of a slow core.
+const KERNEL_WORK: u64 = 1000;
+
+/// What is done to an element, in simple operations of a slow core.
+fn weight(operation: &str) -> u64 {
+    match operation {
+        "cast" => 4,
+        "div" | "recip" | "sqrt" | "rsqrt" => 8,
+        "exp" | "expm1" | "ln" | "ln1p" | "tanh" | "erf" | "sin" | "cos" => 40,
+        "rem" | "pow" | "random" => 80,
+        _ => 1,
+    }
+}
+
+/// All of a kernel, for whoever must not be long.
+fn simple_work(step: &Step, kernel: &ExplainedKernel) -> u64 {
+    let of_map = |map: &MapKernel| {
+        let full = map.space.numel() as u64;
+        map.values
+            .iter()
+            .map(|value| full.saturating_mul(name_of(&value.kind).map_or(1, weight)))
+            .fold(0, u64::saturating_add)
+    };
+    let own = match step {
+        Step::Map(map) => of_map(map),
+        // Elements that are looked for anywhere, of views that may have more of them than there are in memory.
+        Step::Special(special) => {
+            let read: u64 = special.inputs.iter().map(|view| view.layout.shape.numel() as u64).sum();
+            let moved = 4_u64.saturating_mul(read.saturating_add(special.shape.numel() as u64));
+            kernel.flops.saturating_add(moved).saturating_add(special.epilogue.as_ref().map_or(0, of_map))
+        }
+    };
+    own.saturating_add(KERNEL_WORK)
 }
 
 fn flops(map: &MapKernel) -> u64 {
@@ -251,9 +291,9 @@ fn flops(map: &MapKernel) -> u64 {
 
 /// What a plan needs, known before it runs.
 pub(super) fn need(plan: &Plan) -> PlanNeed {
-    let kernels = explained_kernels(plan).into_iter();
     let mut need = PlanNeed { kernels: plan.steps.len(), ..PlanNeed::default() };
-    for kernel in kernels {
+    for (step, kernel) in plan.steps.iter().zip(explained_kernels(plan)) {
+        need.work = need.work.saturating_add(simple_work(step, &kernel));
         need.moved_bytes = need.moved_bytes.saturating_add(kernel.read_bytes).saturating_add(kernel.written_bytes);
         need.flops = need.flops.saturating_add(kernel.flops);
     }
@@ -419,6 +459,25 @@ mod tests {
         assert_eq!(flops(&x.argsort(1, false)), 2 * 6 * all);
         // A line of 64 indices for all columns is sorted once.
         assert_eq!(flops(&x.scatter_add(0, &index.expand(&[64, 100]), 7)), all + 2 * 6 * 64);
+    }
+
+    /// What moves few bytes and counts no operations on numbers may still be long.
+    #[test]
+    fn functions_casts_and_overlaps_are_work() {
+        let work = |made: &Tensor| {
+            let plan = crate::schedule::plan_of(std::slice::from_ref(&made.node), Mode::Fused, &[]).unwrap();
+            super::need(&plan).work
+        };
+        let x = Tensor::normal(&[1000], 1, DType::F32);
+        x.realize().unwrap();
+        let casts = (0..10).fold(x.clone(), |x, _| x.cast(DType::F64).cast(DType::F32));
+        assert!(work(&casts) >= 20 * 1000 && work(&x.pow(&x)) >= 80 * 1000);
+        assert!(work(&Tensor::uniform(&[1000], 1, DType::F32).cast(DType::U8)) >= 80 * 1000);
+        // Each of 64 windows adds to 64 elements, of a view that is one element in memory.
+        let x = Tensor::normal(&[1, 1, 127, 127], 1, DType::F32).with_grad();
+        let pooled = x.avg_pool2d_with(64, crate::Window::default());
+        let gradients = crate::autograd::grad(&pooled.sum(()), &[&x]).unwrap();
+        assert!(work(&gradients[0]) >= 64 * 64 * 64, "{}", work(&gradients[0]));
     }
 
     #[test]

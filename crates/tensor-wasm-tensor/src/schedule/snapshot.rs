@@ -188,7 +188,7 @@ impl Snapshot {
         let nodes_max = if account::is_hurried() { HURRIED_MAX } else { usize::MAX };
         let mut at = 0;
         while let Some(node) = nodes.get(at) {
-            if at >= nodes_max {
+            if nodes.len() > nodes_max {
                 return Err(TensorError::of_node(node, "realize", ErrorKind::WouldWait));
             }
             let state = node.state.lock();
@@ -207,6 +207,9 @@ impl Snapshot {
                     }
                     made.push(index(at));
                     let (op, inputs) = target.chosen(recipe);
+                    if inputs.len() > nodes_max {
+                        return Err(TensorError::of_node(node, "realize", ErrorKind::WouldWait));
+                    }
                     write_op(&mut key, node, op, inputs.len());
                     for input in inputs {
                         let next = index(nodes.len() + new.len());

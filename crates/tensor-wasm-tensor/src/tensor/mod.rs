@@ -172,6 +172,7 @@ impl Tensor {
         if value.layout.is_contiguous()
             && let Some(buffer) = value.storage.only_cuda()
         {
+            crate::account::check_hurry().map_err(failed)?;
             // Straight into the vector: who has that will hardly ask again, so no copy is kept beside it.
             let count = self.numel();
             let begun = buffer.read_ahead(0..count * size_of::<T>()).map_err(failed)?;

@@ -125,7 +125,8 @@ impl Supervisor for PlanWatch {
             self.context.call.surroundings.metrics.tensor_plans.inc();
         }
         // A GPU computes it while the thread goes on.
-        if self.is_hurried && *device == Device::Cpu && SLOW_CORE.estimate(need, 1) > AT_ONCE {
+        let work = PlanNeed { flops: need.work, ..*need };
+        if self.is_hurried && *device == Device::Cpu && SLOW_CORE.estimate(&work, 1) > AT_ONCE {
             return Err(ErrorKind::WouldWait);
         }
         let (estimate, left) = (estimate(need, device), self.left());
