@@ -120,6 +120,11 @@ impl<J> Fair<J> {
         self.lines[line].waiting.is_empty() && self.lines[line].running == 0
     }
 
+    /// Whether anybody's job waits.
+    pub(crate) fn has_waiting(&self) -> bool {
+        self.turns.iter().any(|line| !self.lines[*line].waiting.is_empty())
+    }
+
     pub(crate) fn waiting(&self, line: usize) -> usize {
         self.lines[line].waiting.len()
     }

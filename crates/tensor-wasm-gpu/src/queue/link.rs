@@ -558,7 +558,7 @@ impl Link {
     /// Takes note of what is done, and leaves it to the completion thread to send what may be sent after it: who was
     /// seen done here is no news to that thread any more, and it would park.
     fn settle_for_others(&self, state: &mut LinkState, now: Instant) {
-        if self.settle(state, now) {
+        if self.settle(state, now) && state.fair.has_waiting() {
             self.waiters.tell(self.slab.done_bell());
         }
     }
