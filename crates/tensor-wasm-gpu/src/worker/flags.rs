@@ -1,6 +1,6 @@
 //! When a stream's flag is written. The flag in the slab is how the server sees jobs done, and a write of it is an
 //! operation of the stream: the device finishes what came before, writes, and only then begins what comes after, which
-//! costs some 3 µs between two kernels that would follow each other at once. So jobs that are found in the ring
+//! keeps apart two kernels that would follow each other at once. So jobs that are found in the ring
 //! together share one write, and while a stream is busy with something long its next write waits.
 //!
 //! Invariant: a stream with jobs that no flag was written behind is in `unflagged`, and either the ring is being

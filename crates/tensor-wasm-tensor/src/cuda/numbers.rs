@@ -234,8 +234,8 @@ impl Numbers<'_> {
     }
 
     /// The error function where the result is kept in half precision: one less a power of two, whose exponent is a
-    /// polynomial. Its relative error is below 1e-4, and so is that of its complement. Sixteen instructions: products
-    /// are followed by it.
+    /// polynomial. Its relative error is below 1e-4, and so is that of its complement. Products are followed by it,
+    /// so it is short.
     pub(super) fn erf_to_half(&mut self, x: Value) -> Built<Value> {
         // Of log2(erfc(-z)) / z, for z from -4 on; before, one is nearer than half precision can tell.
         const EXPONENT: [f32; 6] =
