@@ -66,6 +66,7 @@ const CASES: &[Case] = &[
     ("streams_of_a_tenant_run_side_by_side", streams::side_by_side),
     ("a_buffer_is_used_in_the_order_asked_for_on_whatever_streams", streams::buffers_across_streams),
     ("copies_that_nobody_waits_for_have_the_bytes_there_were", streams::writes_ahead),
+    ("a_stream_is_awaited_without_sending_anything", streams::synchronized),
     ("reads_that_are_begun_wait_for_nothing_and_have_what_was_there", streams::reads_begun),
     ("steps_of_a_graph_that_depend_on_others_come_after_those", streams::branched_graphs),
     ("more_streams_than_there_are_is_sharing_not_failing", streams::shared_streams),

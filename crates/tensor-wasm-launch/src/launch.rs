@@ -109,9 +109,9 @@ impl LaunchStream {
         let windows: Vec<bool> = arguments.iter().map(Argument::is_memory).collect();
         let kind = self.stream.device().kind();
         let options = Options { kind, kernel: name.clone(), windows, is_small: false };
-        let (mut loaded, mut image) = self.kernels.loaded(&context, module, options.clone()).await?;
+        let (mut loaded, mut image) = self.loaded(&context, module, options.clone()).await?;
         if image.window_bytes_min.iter().zip(&sizes).any(|(needed, size)| u64::from(*needed) > *size) {
-            (loaded, image) = self.kernels.loaded(&context, module, Options { is_small: true, ..options }).await?;
+            (loaded, image) = self.loaded(&context, module, Options { is_small: true, ..options }).await?;
         }
         let mut params = Vec::with_capacity(3 * arguments.len() + 4);
         let mut next = u64::from(image.windows_from);
@@ -159,7 +159,7 @@ impl LaunchStream {
         let context = self.kernels.context(self.stream.index()).await?;
         let kind = self.stream.device().kind();
         let options = Options { kind, kernel: kernel.into(), windows: Vec::new(), is_small: false };
-        let (loaded, image) = self.kernels.loaded(&context, module, options).await?;
+        let (loaded, image) = self.loaded(&context, module, options).await?;
         let params = Params::new(arguments.iter().map(Argument::param));
         let grid = Grid { blocks: groups, threads: items, shared_bytes: 0 };
         let record = Arc::new(self.kernels.record(&context)?);

@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use lru::LruCache;
 use parking_lot::Mutex;
-use tensor_wasm_gpu::{Buffer, Device, DeviceError, Kernel, Pinned, Stream, Tenant, TenantLimits};
+use tensor_wasm_gpu::{Buffer, Device, DeviceError, Kernel, Payer, Pinned, Stream, Tenant, TenantLimits};
 use tensor_wasm_jit::{CONTROL, LAUNCHES_MAX, RECORD};
 use tokio::runtime::Handle;
 
@@ -66,6 +66,18 @@ pub struct TenantKernels {
 pub struct LaunchStream {
     pub kernels: Arc<TenantKernels>,
     pub stream: Stream,
+    /// What it launched last: whoever launches in a loop launches the same again, and nothing is looked up.
+    pub(crate) last: Arc<Mutex<Option<LastLaunch>>>,
+}
+
+/// A kernel as it was launched, and for which worker.
+#[derive(Clone)]
+pub(crate) struct LastLaunch {
+    context: Arc<LaunchContext>,
+    module: Arc<KernelModule>,
+    options: Options,
+    kernel: Kernel,
+    image: Arc<Image>,
 }
 
 /// What a tenant's launches need, for as long as one worker lives.
@@ -233,7 +245,7 @@ impl TenantKernels {
 
     /// A stream for one who launches.
     pub fn stream(self: &Arc<Self>) -> LaunchStream {
-        LaunchStream { kernels: self.clone(), stream: self.tenant.stream() }
+        LaunchStream { kernels: self.clone(), stream: self.tenant.stream(), last: Arc::default() }
     }
 
     /// What launches on a stream need from the worker of the moment.
@@ -326,6 +338,35 @@ impl TenantKernels {
             Ok((kernel, image))
         };
         self.background.spawn(load).await.map_err(ended)?
+    }
+}
+
+impl LaunchStream {
+    /// The same stream for a call, which is charged for what is launched by it.
+    pub fn paid_by(self, payer: Arc<dyn Payer>) -> LaunchStream {
+        LaunchStream { stream: self.stream.paid_by(payer), ..self }
+    }
+
+    /// The kernel loaded on the device, and what it was made from, as the tenant has it or as it was launched before.
+    pub(crate) async fn loaded(
+        &self,
+        context: &Arc<LaunchContext>,
+        module: &Arc<KernelModule>,
+        options: Options,
+    ) -> Result<(Kernel, Arc<Image>), KernelError> {
+        let is_same = |last: &&LastLaunch| {
+            Arc::ptr_eq(&last.context, context) && Arc::ptr_eq(&last.module, module) && last.options == options
+        };
+        if let Some(last) = self.last.lock().as_ref().filter(is_same) {
+            return Ok((last.kernel.clone(), last.image.clone()));
+        }
+        let (kernel, image) = self.kernels.loaded(context, module, options.clone()).await?;
+        let (context, module) = (context.clone(), module.clone());
+        let own = LastLaunch { context, module, options, kernel: kernel.clone(), image: image.clone() };
+        let before = self.last.lock().replace(own);
+        // Outside the lock: the last of a module's owners unloads it.
+        drop(before);
+        Ok((kernel, image))
     }
 }
 

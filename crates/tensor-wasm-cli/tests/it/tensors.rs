@@ -333,7 +333,7 @@ fn a_plan_ends_with_its_call() {
         // Enough for minutes on a CPU, and for seconds on a GPU; more than a second, of which the estimate knows less
         // than half; and what is known not to be done in a tenth of a second before it begins.
         let (long, short, hopeless) = match device {
-            "cpu" => (chain(1024, 1500), chain(1024, 60), chain(8192, 1)),
+            "cpu" => (chain(1024, 1500), chain(1024, 60), chain(4096, 400)),
             _ => (chain(8192, 400), chain(8192, 150), chain(8192, 300)),
         };
         let mut kept = 0.0;

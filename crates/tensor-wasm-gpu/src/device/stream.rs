@@ -141,6 +141,11 @@ impl Stream {
         Stream { payer: Some(payer), ..self.clone() }
     }
 
+    /// Waits in this thread until all that was sent by it so far is done.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.state.bound()?.link.synchronize(self.slot.number as usize)
+    }
+
     /// Which of its tenant's streams it is: 0 for the first, below [`Stream::INDEX_MAX`] for all. Another stream that
     /// has the same index later begins after everything on this one is done.
     pub fn index(&self) -> usize {

@@ -8,12 +8,14 @@
 //! thread in turn spins for a short while, then asks the worker to ring the doorbell and parks: no timers, and nobody
 //! spins for long (`wait.rs`).
 
+mod ticket;
+
+pub(crate) use self::ticket::Ticket;
+
 use std::collections::VecDeque;
-use std::pin::Pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::Thread;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -23,10 +25,10 @@ use crate::error::DeviceError;
 use crate::metrics::Metrics;
 use crate::number::half;
 use crate::queue::fair::{Fair, Full, Share, Turn};
-use crate::queue::job::{Answer, Cell, Job};
+use crate::queue::job::{Cell, Job};
 use crate::slab::{CELLS, RESIDENTS, STOP_END, STOP_LEAVE, STOP_NO, STREAMS, Slab, WorkerState, is_lane};
 use crate::sync::waiters::{Waiter, Waiters};
-use crate::wait::{COMPLETION_PAUSES, SpinThenPark, TASK_SPIN, spin_until, thread_spin};
+use crate::wait::{COMPLETION_PAUSES, SpinThenPark, thread_spin};
 use crate::worker::STOP;
 
 /// Cells that one batch leaves to others.
@@ -218,18 +220,6 @@ impl<'a> Order<'a> {
 pub(crate) struct StreamUse {
     pub stream: u32,
     pub number: u32,
-}
-
-/// A job that was sent. A future; dropping it does not stop the job.
-pub(crate) struct Ticket {
-    link: Arc<Link>,
-    cell: u32,
-    stream: usize,
-    number: u32,
-    spin_until: Option<Instant>,
-    has_kept: bool,
-    registered: Option<Waker>,
-    is_taken: bool,
 }
 
 /// Whether a flag that shows `flag` has passed `number`; both wrap around.
@@ -543,16 +533,7 @@ impl Link {
             // Somebody has to send the rest, also if nobody waits for it, and to see the end of what others have sent.
             self.waiters.tell(self.slab.done_bell());
         }
-        Ok(Ticket {
-            link: self.clone(),
-            cell,
-            stream,
-            number,
-            spin_until: None,
-            has_kept,
-            registered: None,
-            is_taken: false,
-        })
+        Ok(Ticket::new(self.clone(), cell, stream, number, has_kept))
     }
 
     /// Takes note of what is done, and leaves it to the completion thread to send what may be sent after it: who was
@@ -810,115 +791,6 @@ fn watch(link: &Weak<Link>, slab: &Slab) {
     }
 }
 
-impl Ticket {
-    pub(crate) fn link(&self) -> &Arc<Link> {
-        &self.link
-    }
-
-    pub(crate) fn cell(&self) -> u32 {
-        self.cell
-    }
-
-    pub(crate) fn is_over(&self) -> bool {
-        self.link.is_over(self.stream, self.number)
-    }
-
-    /// Has the completion thread see that it is over, also if nobody waits for it.
-    pub(crate) fn notice(&self) {
-        self.link.register(self.stream, self.number, Waker::noop().clone());
-    }
-
-    /// The job, for whoever has to come after it.
-    pub(crate) fn as_use(&self) -> StreamUse {
-        StreamUse { stream: half(self.stream), number: self.number }
-    }
-
-    /// The answer of a job that is over. What the job kept (staging) is handed to `last_look` before it goes.
-    fn take(&mut self, last_look: impl FnOnce(Option<&Keep>)) -> Result<Answer, DeviceError> {
-        if self.is_taken {
-            return Err(DeviceError::StaleHandle);
-        }
-        if !self.link.is_done(self.stream, self.number) {
-            return Err(self.link.lost().unwrap_or(DeviceError::StaleHandle));
-        }
-        // The cell is this ticket's until it is released: everything in it is looked at before.
-        let answer = Cell(self.link.slab.cell(self.cell)).answered();
-        let kept = if self.has_kept { self.link.state.lock().cells[self.cell as usize].keeps.take() } else { None };
-        // A job that was refused left there what somebody else had.
-        if answer.is_ok() {
-            last_look(kept.as_ref());
-        }
-        self.is_taken = true;
-        let now = Instant::now();
-        let mut state = self.link.state.lock();
-        self.link.settle(&mut state, now);
-        state.release(self.cell);
-        let sent = self.link.pump(&mut state, now);
-        drop(state);
-        if sent > 0 {
-            self.link.waiters.tell(self.link.slab.done_bell());
-        }
-        answer
-    }
-
-    /// Waits in this thread, at the same latency as an async task.
-    pub(crate) fn wait(mut self, last_look: impl FnOnce(Option<&Keep>)) -> Result<Answer, DeviceError> {
-        struct Unpark(Thread);
-        impl Wake for Unpark {
-            fn wake(self: Arc<Self>) {
-                self.0.unpark();
-            }
-        }
-        if !spin_until(|| self.is_over(), self.link.spin) {
-            let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-            self.link.register(self.stream, self.number, waker);
-            while !self.is_over() {
-                std::thread::park();
-            }
-        }
-        self.take(last_look)
-    }
-
-    /// Polls for the answer, with a last look at what the job kept.
-    pub(crate) fn poll_with(
-        &mut self,
-        cx: &mut Context<'_>,
-        last_look: impl FnOnce(Option<&Keep>),
-    ) -> Poll<Result<Answer, DeviceError>> {
-        if self.is_over() {
-            return Poll::Ready(self.take(last_look));
-        }
-        let now = Instant::now();
-        let until = *self.spin_until.get_or_insert(now + TASK_SPIN);
-        if now < until {
-            // Other tasks of this thread run in between.
-            cx.waker().wake_by_ref();
-            return Poll::Pending;
-        }
-        if !self.registered.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
-            self.registered = Some(cx.waker().clone());
-            self.link.register(self.stream, self.number, cx.waker().clone());
-        }
-        Poll::Pending
-    }
-}
-
-impl Future for Ticket {
-    type Output = Result<Answer, DeviceError>;
-
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.poll_with(cx, |_| ())
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        if !self.is_taken {
-            self.link.state.lock().release(self.cell);
-        }
-    }
-}
-
 impl LinkState {
     /// Nobody will ask for the answer any more. The cell is free once its job is done too.
     fn release(&mut self, cell: u32) {
@@ -977,7 +849,7 @@ mod tests {
             };
             let fill = || vec![Job::Fill { address: 0, bytes: 1, value: 0 }.into()];
             let (first, second) = (link.send(1, fill()).unwrap(), link.send(1, fill()).unwrap());
-            let (first_number, second_cell) = (first.number, second.cell());
+            let (first_number, second_cell) = (first.as_use().number, second.cell());
             drop(first);
             assert!(has_come(&|sent| sent.contains(&(NOTIFY | 1))), "the completion thread is about to park");
             slab.flag(1).store(first_number, Ordering::Release);

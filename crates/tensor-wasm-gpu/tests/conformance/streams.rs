@@ -564,6 +564,30 @@ pub(super) fn random_streams(setup: &Setup) {
     }
 }
 
+pub(super) fn synchronized(setup: &Setup) {
+    let tenant = setup.tenant("synchronized");
+    let streams = [tenant.stream(), tenant.stream()];
+    let buffers = [tenant.buffer(32 << 20).unwrap(), tenant.buffer(32 << 20).unwrap()];
+    // A stream that was sent nothing.
+    streams[0].synchronize().unwrap();
+    for round in 0..20 {
+        let sent: Vec<_> =
+            (0..4).map(|n| retry(|| streams[0].fill(buffers[0].handle(), 0, 32 << 20, round * 4 + n))).collect();
+        let other = retry(|| streams[1].fill(buffers[1].handle(), 0, 32 << 20, round));
+        // Whoever holds the completions, or has let go of them.
+        let last = sent.into_iter().last().unwrap();
+        streams[0].synchronize().unwrap();
+        assert!(last.is_over());
+        drop(other);
+        streams[1].synchronize().unwrap();
+        let began = Instant::now();
+        (0..1_000).for_each(|_| streams[0].synchronize().unwrap());
+        assert!(began.elapsed() < Duration::from_millis(100), "nothing is sent: {:?}", began.elapsed());
+    }
+    assert_eq!(read(&tenant, buffers[0].handle(), (32 << 20) - 1, 1), [79]);
+    assert_eq!(read(&tenant, buffers[1].handle(), 0, 1), [19]);
+}
+
 /// Nanoseconds that somebody was charged for.
 #[derive(Default)]
 struct Paid(AtomicU64);

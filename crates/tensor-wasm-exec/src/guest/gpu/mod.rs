@@ -140,8 +140,7 @@ fn allowed(call: &RunningCall) -> Result<(), KernelError> {
 impl State {
     /// The instance's stream on the device, charged to its call. Waits for a device that is being opened.
     pub(in crate::guest) async fn stream(&mut self) -> Result<LaunchStream, KernelError> {
-        let LaunchStream { kernels, stream } = self.own_stream().await?;
-        Ok(LaunchStream { kernels, stream: stream.paid_by(self.call().gpu_time()) })
+        Ok(self.own_stream().await?.paid_by(self.call().gpu_time()))
     }
 
     async fn own_stream(&mut self) -> Result<LaunchStream, KernelError> {
