@@ -95,7 +95,7 @@ fn stay(span: &Span, peers: &[Peer], handler: Handler, params: &LaneParams) {
                 is_ending.store(true, Ordering::Relaxed);
                 watcher.unpark();
             };
-            std::thread::Builder::new().name(format!("lane-{}-{lane}", span.shape.executor)).spawn_scoped(scope, run).ok()
+            std::thread::Builder::new().name(format!("actor-{}-{lane}", span.shape.executor)).spawn_scoped(scope, run).ok()
         };
         let threads: Option<Vec<ScopedJoinHandle<'_, ()>>> = (0..span.shape.lanes).map(start).collect();
         let mut seen: Vec<u64> = vec![0; peers.len()];

@@ -198,8 +198,8 @@ impl<'e> Lane<'e> {
             if self.turn() {
                 spin.reset();
             } else if !spin.pause() {
+                // It spins again once there was something to do.
                 self.park(is_stopped);
-                spin.reset();
             }
         }
     }

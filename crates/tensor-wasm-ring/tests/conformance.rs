@@ -11,7 +11,7 @@ mod delivery;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use tensor_wasm_gpu::{Device, DeviceChoice, DeviceKind, HostKernels, OpenOptions, Placement, SlabPlan};
@@ -442,7 +442,7 @@ fn parked(setup: &Setup) {
     let before: Vec<u64> = executor.beats().iter().map(|(beats, _)| *beats).collect();
     std::thread::park_timeout(Duration::from_millis(500));
     let after: Vec<u64> = executor.beats().iter().map(|(beats, _)| *beats).collect();
-    assert!(before.iter().zip(&after).all(|(before, after)| after > before && after - before < 100), "{after:?}");
+    assert!(before.iter().zip(&after).all(|(before, after)| after > before && after - before < 2_000), "{after:?}");
     actor.call::<_, Numbered>(&Numbered::new(2), LONG).unwrap();
 }
 
@@ -476,13 +476,22 @@ fn come_and_go(setup: &Setup) {
         let names = tasks.flatten().filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok());
         names.filter(|own| own.starts_with(name)).count()
     };
-    let (lanes, own) = (threads("lane-"), threads("actors"));
-    assert_eq!(lanes, 0, "they ended with their executors");
+    // The system shows a thread for a moment after it has ended.
+    let gone = |name: &str, count: usize| {
+        let until = Instant::now() + LONG;
+        while threads(name) > count {
+            assert!(Instant::now() < until, "{name}: {} threads", threads(name));
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    };
+    gone("actor-", 0);
+    let own = threads("actors");
     let runtime = setup.another();
     let executor = runtime.launch("left behind", ECHO, &options(2, 2)).unwrap();
     let actor = executor.actor(0).unwrap();
     drop(runtime);
-    assert_eq!((threads("lane-"), threads("actors")), (0, own));
+    gone("actor-", 0);
+    gone("actors", own);
     assert!(matches!(actor.send(&Numbered::new(1)), Err(ActorError::Ended { .. })));
 }
 
@@ -511,24 +520,26 @@ fn terminate_race(setup: &Setup) {
     const BURST: usize = 16;
     let rounds = std::env::var("TENSOR_WASM_TEST_ROUNDS").ok().and_then(|n| n.parse().ok()).unwrap_or(10_000);
     let executor = setup.launch(ECHO, &ExecutorOptions { mailbox_slots: 64, ..options(2, 2) });
+    let mut returned = 0;
     let (sending, ending) = (Arc::new(setup.runtime.port().unwrap()), Arc::new(setup.runtime.port().unwrap()));
-    let (go, stop) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (go, ended_rounds) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let actor = executor.actor(1).unwrap();
         let ended = actor.by(&ending);
-        let (go, stop) = (&go, &stop);
+        let (go, ended_rounds) = (&go, &ended_rounds);
         scope.spawn(move || {
-            while !stop.load(Ordering::Acquire) {
-                if go.swap(false, Ordering::AcqRel) {
-                    ended.terminate().unwrap();
-                    ended.activate().unwrap();
+            for round in 1..=rounds {
+                while go.load(Ordering::Acquire) < round {
+                    std::thread::yield_now();
                 }
-                std::thread::yield_now();
+                ended.terminate().unwrap();
+                ended.activate().unwrap();
+                ended_rounds.store(round, Ordering::Release);
             }
         });
         let sender = actor.by(&sending);
-        for round in 0..rounds {
-            go.store(true, Ordering::Release);
+        for round in 1..=rounds {
+            go.store(round, Ordering::Release);
             let sent: Vec<u64> = (0..BURST as u64).map(|n| sender.send(&Numbered::new(round << 8 | n)).unwrap()).collect();
             // Every one is answered or comes back, in order.
             for id in sent {
@@ -536,12 +547,18 @@ fn terminate_race(setup: &Setup) {
                 assert_eq!(answer.about, id, "round {round}");
                 match answer.fault() {
                     None => assert_eq!(answer.flags, REPLY),
-                    Some(fault) => assert_eq!(fault.reason(), Some(Reason::Terminated)),
+                    Some(fault) => {
+                        assert_eq!(fault.reason(), Some(Reason::Terminated));
+                        returned += 1;
+                    }
                 }
             }
+            while ended_rounds.load(Ordering::Acquire) < round {
+                std::thread::yield_now();
+            }
         }
-        stop.store(true, Ordering::Release);
     });
+    println!("    {returned} of {} came back", rounds * BURST as u64);
     assert!(sending.try_receive().is_none(), "and nothing else comes");
 }
 

@@ -95,6 +95,10 @@ impl Inner {
                 return;
             }
             replies.release(link.control.replies_taken());
+            // One that waits for room looks of itself after a moment; this is sooner.
+            if executor.rings && link.control.asleep().load(Ordering::Relaxed) != 0 {
+                link.control.bell().ring();
+            }
         }
     }
 

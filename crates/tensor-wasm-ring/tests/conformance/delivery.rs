@@ -2,7 +2,7 @@
 //! go away in the middle. Of every message it must be known what became of it: each that was accepted is answered or
 //! comes back exactly once, in its sender's order, with what was sent in it.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::AtomicUsize;
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -51,7 +51,11 @@ impl Sender {
         let fault = message.fault();
         let of = fault.map_or(message.sender().0, |fault| fault.to);
         let to = self.actors.iter().position(|actor| actor.address().0 == of).unwrap();
-        let (id, number) = self.expected[to].pop_front().expect("nothing was sent that this answers");
+        // One for which there is no room while its actor is paused goes back at once, past those that wait.
+        let is_crowded = fault.is_some_and(|fault| fault.reason() == Some(Reason::Full));
+        let expected = &mut self.expected[to];
+        let at = if is_crowded { expected.iter().position(|(id, _)| *id == message.about) } else { Some(0) };
+        let (id, number) = at.and_then(|at| expected.remove(at)).expect("nothing was sent that this answers");
         assert_eq!(message.about, id, "lost, duplicated or reordered");
         match fault {
             None => {
@@ -71,6 +75,15 @@ impl Sender {
         self.port.receive_all(messages);
         messages.iter().for_each(|message| self.check(message));
         !messages.is_empty()
+    }
+}
+
+/// A sender that ends, however it does.
+struct Leaves<'l>(&'l AtomicUsize);
+
+impl Drop for Leaves<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Release);
     }
 }
 
@@ -103,6 +116,7 @@ pub(super) fn checked(setup: &Setup) {
         let threads: Vec<_> = (0..SENDERS)
             .map(|seed| {
                 scope.spawn(move || {
+                    let _leaves = Leaves(senders_left);
                     let mut rng = StdRng::seed_from_u64(seed);
                     let mut messages = Vec::new();
                     let (mut sent, mut answered, mut returned) = (0, 0, 0);
@@ -131,7 +145,6 @@ pub(super) fn checked(setup: &Setup) {
                             std::thread::yield_now();
                         }
                     }
-                    senders_left.fetch_sub(1, Ordering::Release);
                     (sent, answered + sender.answered, returned + sender.returned)
                 })
             })
