@@ -31,7 +31,9 @@ impl HostCode for LaneCode {
         match (behaviour_of_image(image), &self.others.0) {
             (Some(behaviour), _) => Ok(Arc::new(LaneModule { handler: behaviour?.handler() })),
             (None, Some(others)) => others.load(stream, image),
-            (None, None) => Err("it is no image of a lane, and there is nothing here that runs other kernels".to_owned()),
+            (None, None) => {
+                Err("it is no image of a lane, and there is nothing here that runs other kernels".to_owned())
+            }
         }
     }
 
@@ -95,7 +97,10 @@ fn stay(span: &Span, peers: &[Peer], handler: Handler, params: &LaneParams) {
                 is_ending.store(true, Ordering::Relaxed);
                 watcher.unpark();
             };
-            std::thread::Builder::new().name(format!("actor-{}-{lane}", span.shape.executor)).spawn_scoped(scope, run).ok()
+            std::thread::Builder::new()
+                .name(format!("actor-{}-{lane}", span.shape.executor))
+                .spawn_scoped(scope, run)
+                .ok()
         };
         let threads: Option<Vec<ScopedJoinHandle<'_, ()>>> = (0..span.shape.lanes).map(start).collect();
         let mut seen: Vec<u64> = vec![0; peers.len()];

@@ -19,7 +19,9 @@ use zerocopy::IntoBytes;
 use crate::behaviour::{Call, Failure, Handler, HandlerDeadline, Outbox};
 use crate::clock::{self, HybridClock};
 use crate::layout::{Address, Handshake, PAYLOAD_BYTES_MAX, TelemetryBlock};
-use crate::message::{ActorFault, ActorState, CONTROL, Control, FAULT, Message, REFERENCE, REPLY, Reason, TrapKind, URGENT};
+use crate::message::{
+    ActorFault, ActorState, CONTROL, Control, FAULT, Message, REFERENCE, REPLY, Reason, TrapKind, URGENT,
+};
 use crate::ring::{Chunks, Receiver, Refusal, Sender, Senders, Slots, Standing, ordinary_words};
 use crate::span::{self, Span, Telemetry};
 use crate::sync::{AtomicU64, Ordering, OwnLine};
@@ -494,12 +496,6 @@ impl<'e> Lane<'e> {
         // By the state that it has now: handled after a pause, given back after the end.
         left.into_iter().for_each(|held| self.take(held));
     }
-
-    /// What is under way between its actors, and what it could not send yet.
-    #[cfg(test)]
-    fn is_idle(&self) -> bool {
-        self.out.own.is_empty() && !self.out.is_waiting()
-    }
 }
 
 impl Actor {
@@ -572,5 +568,200 @@ impl Outgoing {
             self.control.replies_written().store(self.replies.sent(), Ordering::Release);
             Bell::of(&host_bell[0]).ring();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+    use tensor_wasm_gpu::{Device, DeviceChoice, OpenOptions, SlabPlan};
+
+    use super::*;
+    use crate::builtin::Builtin;
+    use crate::builtin::counter;
+    use crate::layout::{SPANS_AT, Shape};
+
+    const SHAPE: Shape = Shape {
+        executor: 3,
+        lanes: 1,
+        actors: 4,
+        state_bytes: 8,
+        mailbox_slots: 8,
+        reply_slots: 4,
+        held_max: 8,
+        handler_ns: 1_000_000_000,
+    };
+
+    /// Memory of a lane, and the host's ends of its rings.
+    struct Host {
+        span: Span,
+        bell: SharedWords,
+        mailbox: Senders<SharedWords>,
+        replies: Receiver<SharedWords>,
+        control: span::Control,
+        sequence: u64,
+    }
+
+    impl Host {
+        fn new() -> Host {
+            let regions = vec![("lane-test".to_owned(), 2 << 20)];
+            let memory = SlabPlan { staging_bytes: 2 << 20, pinned_bytes: 0, regions };
+            let options = OpenOptions { choice: DeviceChoice::Cpu, memory, ..OpenOptions::default() };
+            let region = Device::open(&options).unwrap().region("lane-test").unwrap();
+            let words = region.words(SPANS_AT, usize::try_from(SHAPE.span_bytes() / 8).unwrap()).unwrap();
+            let span = Span::create(words.clone(), SHAPE).unwrap();
+            assert_eq!(Span::open(words).unwrap().shape, SHAPE);
+            Host {
+                bell: region.words(0, 1).unwrap(),
+                mailbox: Senders::new(span.mailbox(0).unwrap()),
+                replies: Receiver::new(span.replies(0).unwrap()),
+                control: span.control(0).unwrap(),
+                span,
+                sequence: 0,
+            }
+        }
+
+        fn send(&mut self, mut message: Message) {
+            self.sequence += 1;
+            message.id = u64::from(Address::port(9).0) << 32 | self.sequence;
+            self.mailbox.send(&chunks(&message), self.control.mailbox_taken()).unwrap();
+        }
+
+        fn replies(&mut self) -> Vec<Message> {
+            let replies = std::iter::from_fn(|| self.replies.receive()).map(message).collect();
+            self.replies.release(self.control.replies_taken());
+            replies
+        }
+
+        fn with_lane(mut self, test: impl FnOnce(&mut Host, &mut Lane<'_>)) {
+            let peers = Peer::all(&self.span).unwrap();
+            let (bell, span) = (self.bell.clone(), self.span.clone());
+            let mut lane = Lane::new(&span, 0, Builtin::Counter.handler(), &peers, &bell).unwrap();
+            for index in 0..SHAPE.actors {
+                self.send(control(index, Control::Activate));
+                lane.turn();
+                assert_eq!(self.replies()[0].payload(), Some(&[1, 0, 0, 0][..]));
+            }
+            test(&mut self, &mut lane);
+        }
+    }
+
+    fn actor(index: u32) -> Address {
+        Address::actor(SHAPE.executor, index)
+    }
+
+    fn control(index: u32, kind: Control) -> Message {
+        Message { to: actor(index).0, kind: kind as u16, flags: CONTROL, ..Message::EMPTY }
+    }
+
+    #[test]
+    fn what_is_no_message_goes_back_with_the_reason() {
+        Host::new().with_lane(|host, lane| {
+            let add = Message::to(actor(1), &counter::Add(1));
+            for (bad, reason) in [
+                (Message { length: 65, ..add }, Reason::Malformed),
+                (Message { length: 255, ..add }, Reason::Malformed),
+                (Message { to: 0, ..add }, Reason::Foreign),
+                (Message { to: u32::MAX, ..add }, Reason::Foreign),
+                (Message { to: actor(4).0, ..add }, Reason::Foreign),
+                (Message { kind: 99, ..add }, Reason::Refused),
+                (Message { length: 7, ..add }, Reason::Refused),
+                (Message { kind: 99, flags: CONTROL, ..add }, Reason::Refused),
+            ] {
+                host.send(bad);
+                lane.turn();
+                let back = host.replies();
+                assert_eq!(back.len(), 1);
+                let fault = back[0].fault().unwrap();
+                assert_eq!((fault.reason(), fault.to, back[0].to), (Some(reason), bad.to, Address::port(9).0));
+            }
+            host.send(add);
+            lane.turn();
+            assert_eq!(host.replies()[0].read(), Some(counter::Value(1)), "and nothing was added meanwhile");
+        });
+    }
+
+    /// Whatever lies in its memory, a lane neither panics nor stops.
+    #[test]
+    fn garbage_in_shared_memory_does_not_end_a_lane() {
+        Host::new().with_lane(|host, lane| {
+            let mut rng = StdRng::seed_from_u64(3);
+            for _ in 0..20_000 {
+                let mut garbage = Message::EMPTY;
+                rng.fill(garbage.as_mut_bytes());
+                // Often nearly right.
+                if rng.random_bool(0.8) {
+                    garbage.to = actor(rng.random_range(0..5)).0;
+                }
+                if rng.random_bool(0.8) {
+                    (garbage.length, garbage.kind) = (rng.random_range(0..66), rng.random_range(0..8));
+                }
+                let words = chunks(&garbage);
+                host.mailbox.send(&words, host.control.mailbox_taken()).unwrap();
+                lane.turn();
+                if rng.random_bool(0.1) {
+                    host.control.replies_taken().store(rng.random(), Ordering::Relaxed);
+                    lane.turn();
+                }
+                host.replies();
+                lane.turn();
+            }
+            assert_eq!(host.control.mailbox_taken().load(Ordering::Relaxed), host.mailbox.sent());
+        });
+    }
+
+    #[test]
+    fn a_slot_that_is_never_finished_is_said_and_a_finished_one_goes_on() {
+        Host::new().with_lane(|host, lane| {
+            let add = chunks(&Message::to(actor(0), &counter::Add(1)));
+            let position = host.mailbox.send(&add, host.control.mailbox_taken()).unwrap();
+            // The last chunk has not come yet.
+            let slot = host.span.shape.mailbox_at(0) / 8 + position % 8 * 16;
+            let words = host.span.words().clone();
+            let last = &words[usize::try_from(slot).unwrap() + 15];
+            let whole = last.swap(0, Ordering::Relaxed);
+            assert!(!lane.turn());
+            assert_eq!(host.control.torn().load(Ordering::Relaxed), 0, "it may yet come");
+            let until = Instant::now() + 2 * TORN_MAX;
+            while Instant::now() < until {
+                lane.turn();
+                std::thread::park_timeout(Duration::from_millis(10));
+            }
+            assert_eq!(host.control.torn().load(Ordering::Relaxed), position + 1);
+            last.store(whole, Ordering::Release);
+            assert!(lane.turn());
+            assert_eq!(host.control.torn().load(Ordering::Relaxed), 0);
+        });
+    }
+
+    #[test]
+    fn a_lane_without_room_for_replies_waits_and_goes_on() {
+        Host::new().with_lane(|host, lane| {
+            for _ in 0..8 {
+                host.send(Message::to(actor(2), &counter::Add(1)));
+            }
+            while lane.turn() {}
+            let handled = || host.control.mailbox_taken().load(Ordering::Relaxed) - u64::from(SHAPE.actors);
+            assert_eq!(handled(), 5, "four replies, and one that waits");
+            let mut answers: Vec<u64> = Vec::new();
+            for _ in 0..4 {
+                answers.extend(host.replies().iter().map(|reply| reply.read::<counter::Value>().unwrap().0));
+                lane.turn();
+            }
+            assert_eq!(answers, (1..=8).collect::<Vec<_>>());
+        });
+    }
+
+    #[test]
+    fn a_header_that_was_damaged_is_no_executor() {
+        let host = Host::new();
+        let words = host.span.words().clone();
+        for (word, value) in [(0, 0), (1, 1 << 40), (2, 7 << 32 | 7), (3, 0), (4, u64::MAX), (6, 0), (9, u64::MAX)] {
+            let was = words[word].swap(value, Ordering::Relaxed);
+            assert!(Span::open(words.clone()).is_err(), "{value:#x} at {word}");
+            words[word].store(was, Ordering::Relaxed);
+        }
+        assert!(Span::open(words.clone()).is_ok() && Span::open(words.part(0, 64).unwrap()).is_err());
     }
 }

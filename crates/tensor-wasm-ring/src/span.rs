@@ -71,6 +71,12 @@ impl Span {
         Slots::new(self.part(offset, slots as usize * SLOT_BYTES / 8)?)
     }
 
+    /// All of it, for tests that do damage.
+    #[cfg(test)]
+    pub(crate) fn words(&self) -> &SharedWords {
+        &self.words
+    }
+
     pub(crate) fn telemetry(&self, actor: u32) -> Option<Telemetry> {
         self.part(self.shape.telemetry_at(actor), TELEMETRY_WORDS).map(Telemetry)
     }

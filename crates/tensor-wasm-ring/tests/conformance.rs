@@ -2,7 +2,12 @@
 //! where there is a driver. A program of its own, so that it can be its own worker process and be carried to a machine
 //! without a toolchain. Prints what it ran; `conformance NAME` runs the cases whose name contains NAME.
 
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "it fails by panicking, and says what runs")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "it fails by panicking, and says what runs"
+)]
 #![allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "numbers of its own, all of them small")]
 
 #[path = "conformance/delivery.rs"]
@@ -56,6 +61,7 @@ const CASES: &[Case] = &[
     ("shapes_that_cannot_be_are_refused", bad_shapes),
     ("terminating_races_a_burst_of_sends", terminate_race),
     ("no_message_is_lost_duplicated_or_reordered", delivery::checked),
+    ("damaged_memory_is_an_error_for_whoever_meets_it", damage),
     ("a_killed_worker_is_told_to_whoever_waits_and_the_next_start_is_clean", killed_worker),
     ("a_device_with_a_region_can_be_brought_along", own_device),
 ];
@@ -380,7 +386,8 @@ fn pass_tokens(setup: &Setup, lanes: u32, actors: u32, tokens: u64, hops: u32) -
         let token = relay::Token { hops, home: port.address().0, tag };
         relays[tag as usize % relays.len()].send(&token).unwrap();
     }
-    let mut home: Vec<u64> = (0..tokens).map(|_| port.receive(LONG).unwrap().read::<relay::Arrived>().unwrap().tag).collect();
+    let mut home: Vec<u64> =
+        (0..tokens).map(|_| port.receive(LONG).unwrap().read::<relay::Arrived>().unwrap().tag).collect();
     home.sort_unstable();
     assert_eq!(home, (0..tokens).collect::<Vec<_>>(), "each once");
     relays.iter().map(|actor| actor.telemetry().unwrap().handled).collect()
@@ -540,7 +547,8 @@ fn terminate_race(setup: &Setup) {
         let sender = actor.by(&sending);
         for round in 1..=rounds {
             go.store(round, Ordering::Release);
-            let sent: Vec<u64> = (0..BURST as u64).map(|n| sender.send(&Numbered::new(round << 8 | n)).unwrap()).collect();
+            let sent: Vec<u64> =
+                (0..BURST as u64).map(|n| sender.send(&Numbered::new(round << 8 | n)).unwrap()).collect();
             // Every one is answered or comes back, in order.
             for id in sent {
                 let answer = sending.receive(LONG).unwrap();
@@ -560,6 +568,33 @@ fn terminate_race(setup: &Setup) {
     });
     println!("    {returned} of {} came back", rounds * BURST as u64);
     assert!(sending.try_receive().is_none(), "and nothing else comes");
+}
+
+/// Damage to what host and lanes share, done while a lane is busy: where the words are is counted from the layout.
+fn damage(setup: &Setup) {
+    const HEADER: u64 = 128;
+    let shape = ExecutorOptions { mailbox_slots: 8, ..options(1, 1) };
+    let control = HEADER + 128;
+    let mailbox = control + 128;
+    for is_torn in [true, false] {
+        let runtime = setup.another();
+        let region = runtime.device().region(REGION).unwrap();
+        let executor = runtime.launch("damaged", SPIN, &shape).unwrap();
+        let port = Arc::new(runtime.port().unwrap());
+        let actor = executor.actor(0).unwrap().by(&port);
+        // A handshake and an activation came before.
+        actor.send(&spin::Work { us: 80_000 }).unwrap();
+        if is_torn {
+            let call = actor.request(&spin::Work { us: 1 }).unwrap();
+            region.word(mailbox + 3 * 128 + 5 * 16 + 8).unwrap().store(0, Ordering::Release);
+            let error = call.wait(Duration::from_secs(2)).unwrap_err();
+            assert_eq!(error, ActorError::Torn { lane: 0, position: 3 });
+        } else {
+            region.word(control + 64).unwrap().store(1 << 50, Ordering::Release);
+            let error = (0..100).find_map(|_| actor.try_send(&spin::Work { us: 1 }).err()).unwrap();
+            assert_eq!(error, ActorError::Corrupt { lane: 0 });
+        }
+    }
 }
 
 fn killed_worker(setup: &Setup) {
@@ -590,7 +625,13 @@ fn killed_worker(setup: &Setup) {
 fn own_device(setup: &Setup) {
     let memory = SlabPlan { staging_bytes: 2 << 20, pinned_bytes: 0, regions: vec![(REGION.to_owned(), 4 << 20)] };
     let host = host_kernels(HostKernels::default());
-    let options = OpenOptions { choice: setup.choice, placement: setup.placement.clone(), memory, host, ..OpenOptions::default() };
+    let options = OpenOptions {
+        choice: setup.choice,
+        placement: setup.placement.clone(),
+        memory,
+        host,
+        ..OpenOptions::default()
+    };
     let runtime = Runtime::builder().on(Device::open(&options).unwrap()).build().unwrap();
     let executor = runtime.launch("brought", ECHO, &self::options(1, 1)).unwrap();
     executor.actor(0).unwrap().call::<_, Numbered>(&Numbered::new(1), LONG).unwrap();

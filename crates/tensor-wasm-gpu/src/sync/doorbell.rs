@@ -181,11 +181,11 @@ mod model {
                 let (word, work) = (word.clone(), work.clone());
                 thread::spawn(move || {
                     work.store(1, Ordering::Release);
-                    Doorbell(&word).ring();
+                    Doorbell(&*word).ring();
                 })
             };
             while work.load(Ordering::Acquire) == 0 {
-                Doorbell(&word).park_unless(|| work.load(Ordering::Acquire) == 1, None);
+                Doorbell(&*word).park_unless(|| work.load(Ordering::Acquire) == 1, None);
             }
             waker.join().unwrap();
         });

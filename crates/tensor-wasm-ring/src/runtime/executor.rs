@@ -151,7 +151,8 @@ impl Executor {
         for lane in 0..self.shared.shape().lanes {
             // Actor n of the first so many belongs to lane n.
             let answer = self.actor(lane)?.ask(Control::Handshake, START_MAX)?;
-            let told = answer.payload().and_then(|bytes| <Handshake as zerocopy::FromBytes>::read_from_bytes(bytes).ok());
+            let told =
+                answer.payload().and_then(|bytes| <Handshake as zerocopy::FromBytes>::read_from_bytes(bytes).ok());
             if told != Some(Handshake::OWN) {
                 return Err(ActorError::Handshake { lane });
             }

@@ -174,12 +174,7 @@ impl Runtime {
     }
 
     /// Starts an executor: actors of one behaviour, all of them activated.
-    pub fn launch(
-        &self,
-        name: &str,
-        behaviour: Behaviour,
-        options: &ExecutorOptions,
-    ) -> Result<Executor, ActorError> {
+    pub fn launch(&self, name: &str, behaviour: Behaviour, options: &ExecutorOptions) -> Result<Executor, ActorError> {
         Executor::launch(&self.inner, &self.port, name, behaviour, options)
     }
 

@@ -148,7 +148,9 @@ impl Inner {
         }
         let faulted = std::mem::take(&mut *self.faulted.lock());
         for address in faulted {
-            let Some(executor) = executors.iter().find(|own| own.shape().executor == address.executor()) else { continue };
+            let Some(executor) = executors.iter().find(|own| own.shape().executor == address.executor()) else {
+                continue;
+            };
             if !executor.may_restart(address.index()) {
                 continue;
             }
