@@ -1,6 +1,6 @@
 //! What messages cost: `cargo bench -p tensor-wasm-ring --bench ring`. Our rings beside the queues that others use, in
-//! the same process, interleaved, with the same 96 bytes in each; then messages that a running lane answered. Results go
-//! to `bench-results/`, or to the folder named by `TENSOR_WASM_RESULTS`.
+//! the same process, interleaved, with the same 96 bytes in each; then messages that a running lane answered. Results
+//! go to `bench-results/`, or to the folder named by `TENSOR_WASM_RESULTS`.
 
 #![allow(clippy::cast_precision_loss, reason = "it averages")]
 #![allow(

@@ -84,9 +84,10 @@ impl Address {
 
 impl std::fmt::Display for Address {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.is_host() {
-            true => write!(f, "port {}", self.index()),
-            false => write!(f, "actor {}.{}", self.executor(), self.index()),
+        if self.is_host() {
+            write!(f, "port {}", self.index())
+        } else {
+            write!(f, "actor {}.{}", self.executor(), self.index())
         }
     }
 }
@@ -183,9 +184,10 @@ pub(crate) struct Shape {
 impl Shape {
     /// Why there can be no executor of this shape.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let within = |what: &str, value: u32, min: u32, max: u32| match (min..=max).contains(&value) {
-            true => Ok(()),
-            false => Err(format!("{value} {what}, and {min} to {max} are possible")),
+        let within = |what: &str, value: u32, min: u32, max: u32| {
+            let is_within = (min..=max).contains(&value);
+            let why = || format!("{value} {what}, and {min} to {max} are possible");
+            if is_within { Ok(()) } else { Err(why()) }
         };
         within("is no number of an executor", self.executor, 1, HOST - 1)?;
         within("actors", self.actors, 1, ACTORS_MAX)?;
