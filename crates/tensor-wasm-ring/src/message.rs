@@ -16,7 +16,7 @@ pub const REFERENCE: u8 = 2;
 pub const FAULT: u8 = 4;
 /// It is for the lane, about an actor.
 pub const CONTROL: u8 = 8;
-/// It may overtake.
+/// It may be handled before others that came first; a lane need not.
 pub const URGENT: u8 = 16;
 
 /// A message as it lies in memory.

@@ -23,7 +23,7 @@ use tensor_wasm_gpu::{Device, DeviceChoice, DeviceKind, HostKernels, OpenOptions
 use tensor_wasm_ring::builtin::{Builtin, counter, key_value, reduce, relay, spin};
 use tensor_wasm_ring::{
     ActorError, ActorState, Behaviour, Executor, ExecutorOptions, FAULT, Message, Payload, REGION, REPLY, Reason,
-    Runtime, TrapKind, host_kernels,
+    Runtime, TrapKind, UNREAD_MAX, host_kernels,
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -51,6 +51,8 @@ const CASES: &[Case] = &[
     ("a_faulted_actor_is_restarted_as_often_as_it_may", supervision),
     ("a_full_mailbox_says_so_and_recovers", overflow),
     ("a_lane_whose_replies_nobody_takes_waits_and_loses_nothing", untaken_replies),
+    ("a_batch_is_sent_whole_or_not_at_all", batches),
+    ("a_port_that_nobody_reads_sends_nothing_more", unread),
     ("late_messages_go_back", deadlines),
     ("answers_can_be_awaited", awaiting),
     ("actors_send_each_other_messages_whatever_lanes_they_have", token_rings),
@@ -341,6 +343,52 @@ fn untaken_replies(setup: &Setup) {
         }
     }
     assert_eq!(executor.actor(0).unwrap().telemetry().unwrap().handled, 10_000);
+}
+
+fn batches(setup: &Setup) {
+    let executor = setup.launch(ECHO, &ExecutorOptions { mailbox_slots: 64, ..options(2, 4) });
+    let port = Arc::new(setup.runtime.port().unwrap());
+    let actor = executor.actor(3).unwrap().by(&port);
+    for round in 0..200_u64 {
+        let numbers = round * 40..round * 40 + 40;
+        let mut batch: Vec<Message> =
+            numbers.clone().map(|number| Message::to(actor.address(), &Numbered::new(number))).collect();
+        actor.try_send_all(&mut batch).unwrap();
+        for (number, sent) in numbers.zip(&batch) {
+            let answer = port.receive(LONG).unwrap();
+            assert_eq!((answer.about, answer.read()), (sent.id, Some(Numbered::new(number))));
+        }
+        executor.drain(LONG).unwrap();
+    }
+    let mut large = vec![Message::to(actor.address(), &Numbered::new(1)); 65];
+    assert_eq!(actor.try_send_all(&mut large), Err(ActorError::Full { what: "the mailbox", slots: 64 }));
+    actor.ping().unwrap();
+    assert!(port.try_receive().is_none(), "none of them");
+    // What an address says is for whom the handle is.
+    let mut others = [Message::to(executor.actor(0).unwrap().address(), &Numbered::new(5))];
+    actor.try_send_all(&mut others).unwrap();
+    assert_eq!(port.receive(LONG).unwrap().sender(), actor.address());
+}
+
+fn unread(setup: &Setup) {
+    let executor = setup.launch(ECHO, &options(1, 1));
+    let port = Arc::new(setup.runtime.port().unwrap());
+    let actor = executor.actor(0).unwrap().by(&port);
+    let mut sent = 0;
+    let refused = loop {
+        match actor.send(&Numbered::new(sent)) {
+            Ok(_) => sent += 1,
+            Err(error) => break error,
+        }
+        assert!(sent < 2 * UNREAD_MAX as u64);
+    };
+    assert!(matches!(refused, ActorError::Unread { unread, .. } if unread >= UNREAD_MAX), "{refused}");
+    // Others of the same lane are not held up, and nothing was lost.
+    executor.actor(0).unwrap().call::<_, Numbered>(&Numbered::new(1), LONG).unwrap();
+    for number in 0..sent {
+        assert_eq!(port.receive(LONG).unwrap().read(), Some(Numbered::new(number)));
+    }
+    actor.call::<_, Numbered>(&Numbered::new(2), LONG).unwrap();
 }
 
 fn deadlines(setup: &Setup) {

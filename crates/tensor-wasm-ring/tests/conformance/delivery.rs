@@ -1,6 +1,6 @@
 //! The delivery checker: many senders, actors that are paused, resumed, terminated and activated at random, senders
-//! that go away in the middle. Of every message it must be known what became of it: each that was accepted is answered or
-//! comes back exactly once, in its sender's order, with what was sent in it.
+//! that go away in the middle. Of every message it must be known what became of it: each that was accepted is answered
+//! or comes back exactly once, in its sender's order, with what was sent in it.
 
 use std::sync::atomic::AtomicUsize;
 
