@@ -53,8 +53,10 @@ impl SharedRegion {
     /// they do not all lie in it.
     pub fn words(&self, offset: u64, count: usize) -> Option<SharedWords> {
         let end = u64::try_from(count).ok()?.checked_mul(8)?.checked_add(offset)?;
-        let first = if count == 0 { None } else { self.word(offset) };
-        (end <= self.region.bytes).then_some(SharedWords::new(self.slab.clone(), first?, count))
+        if count == 0 || end > self.region.bytes {
+            return None;
+        }
+        Some(SharedWords::new(self.slab.clone(), self.word(offset)?, count))
     }
 
     /// Copies bytes in. What the device reads or writes of it meanwhile is undefined bytes, not undefined behaviour.
