@@ -30,6 +30,8 @@ pub enum ActorError {
     Refused { to: Address, kind: u16, length: u32 },
     #[error("{to} is no actor here")]
     Foreign { to: Address },
+    #[error("{port} is another runtime's")]
+    ForeignPort { port: Address },
     #[error("{to} was sent something that is no message")]
     Malformed { to: Address },
     #[error("{to} answered with kind {kind} and {length} bytes, which is not what was asked for")]

@@ -47,6 +47,9 @@ pub const SLOTS_MAX: u32 = 1 << 16;
 /// State of an actor; all actors of an executor have as much.
 pub const STATE_BYTES_MAX: u32 = 1 << 24;
 
+/// State of all actors of an executor together: what a worker can be asked for without a thought for what it has.
+pub const STATE_TOTAL_BYTES_MAX: u64 = 1 << 30;
+
 /// Bits of an address that say which actor of an executor, or which port of the host.
 pub(crate) const INDEX_BITS: u32 = 24;
 
@@ -193,6 +196,10 @@ impl Shape {
         within("actors", self.actors, 1, ACTORS_MAX)?;
         within("lanes", self.lanes, 1, LANES_MAX.min(self.actors))?;
         within("bytes of state", self.state_bytes, 0, STATE_BYTES_MAX)?;
+        let total = u64::from(self.actors) * u64::from(self.state_bytes);
+        if total > STATE_TOTAL_BYTES_MAX {
+            return Err(format!("{total} bytes of state for all actors, and {STATE_TOTAL_BYTES_MAX} are possible"));
+        }
         for (what, slots) in [("slots of a mailbox", self.mailbox_slots), ("slots for replies", self.reply_slots)] {
             within(what, slots, SLOTS_MIN, SLOTS_MAX)?;
             if !slots.is_power_of_two() {
@@ -379,6 +386,7 @@ mod tests {
             Shape { reply_slots: 24, ..shape() },
             Shape { mailbox_slots: 1 << 17, ..shape() },
             Shape { state_bytes: u32::MAX, ..shape() },
+            Shape { state_bytes: 1 << 20, actors: 1 << 20, ..shape() },
         ] {
             assert!(bad.check().is_err(), "{bad:?}");
         }

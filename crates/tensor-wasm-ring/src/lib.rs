@@ -68,7 +68,7 @@ mod exports {
     pub use crate::error::ActorError;
     pub use crate::layout::{
         ACTORS_MAX, Address, EXECUTORS_MAX, HEADER_BYTES, LANES_MAX, MESSAGE_BYTES, PAYLOAD_BYTES_MAX, SLOT_BYTES,
-        SLOTS_MAX, SLOTS_MIN, STATE_BYTES_MAX,
+        SLOTS_MAX, SLOTS_MIN, STATE_BYTES_MAX, STATE_TOTAL_BYTES_MAX,
     };
     pub use crate::message::{
         ActorFault, ActorState, CONTROL, FAULT, Message, Payload, REFERENCE, REPLY, Reason, TrapKind, URGENT,

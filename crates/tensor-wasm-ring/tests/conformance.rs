@@ -54,6 +54,7 @@ const CASES: &[Case] = &[
     ("a_batch_is_sent_whole_or_not_at_all", batches),
     ("a_port_that_nobody_reads_sends_nothing_more", unread),
     ("late_messages_go_back", deadlines),
+    ("who_is_not_answered_gives_up_and_what_comes_later_is_the_ports", unanswered),
     ("answers_can_be_awaited", awaiting),
     ("actors_send_each_other_messages_whatever_lanes_they_have", token_rings),
     ("the_same_topology_gives_the_same_results_on_any_number_of_lanes", same_results),
@@ -156,6 +157,7 @@ fn echo(setup: &Setup) {
             let sent = Numbered::new(number << 32 | u64::from(index));
             assert_eq!(actor.call::<_, Numbered>(&sent, LONG).unwrap(), sent);
         }
+        let mut before = 0;
         // Every length, byte for byte.
         for length in 0..=64 {
             let bytes: Vec<u8> = (0..length).map(|n| n ^ 0x5a).collect();
@@ -163,7 +165,8 @@ fn echo(setup: &Setup) {
             let answer = actor.request_message(sent).unwrap().wait(LONG).unwrap();
             assert_eq!((answer.payload(), answer.kind, answer.flags), (Some(&bytes[..]), 9, REPLY));
             assert_eq!(answer.sender(), actor.address());
-            assert!(answer.clock > 0);
+            assert!(answer.clock > before, "what was caused is later");
+            before = answer.clock;
         }
         assert_eq!(actor.telemetry().unwrap().handled, 265);
     }
@@ -401,6 +404,31 @@ fn deadlines(setup: &Setup) {
     };
     assert_eq!(send(now - 1_000_000).unwrap_err(), ActorError::Expired { to: actor.address() });
     assert_eq!(send(now + 60_000_000_000).unwrap().read(), Some(Numbered::new(1)));
+}
+
+fn unanswered(setup: &Setup) {
+    let executor = setup.launch(SPIN, &options(1, 1));
+    let port = Arc::new(setup.runtime.port().unwrap());
+    let actor = executor.actor(0).unwrap().by(&port);
+    let after = Duration::from_millis(1);
+    let error = actor.call::<_, spin::Work>(&spin::Work { us: 30_000 }, after).unwrap_err();
+    assert_eq!(error, ActorError::Timeout { to: actor.address(), after });
+    // Dropped before it was answered, and one that nobody ever answers.
+    drop(actor.request(&spin::Work { us: 1 }).unwrap());
+    for us in [30_000, 1] {
+        assert_eq!(port.receive(LONG).unwrap().read(), Some(spin::Work { us }));
+    }
+    let sums = setup.launch(Behaviour::Builtin(Builtin::Reduce), &options(1, 1));
+    let sums = sums.actor(0).unwrap().by(&port);
+    let numbers = Message::of_bytes(sums.address(), reduce::NUMBERS, &[0; 8]).unwrap();
+    let error = sums.request_message(numbers).unwrap().wait(Duration::from_millis(5)).unwrap_err();
+    assert!(matches!(error, ActorError::Timeout { .. }), "{error}");
+    assert!(port.receive(Duration::from_millis(5)).is_none());
+    // A port of somebody else's could not be answered.
+    let stranger = Arc::new(setup.another().port().unwrap());
+    let refused = sums.by(&stranger).send(&reduce::Get).unwrap_err();
+    assert_eq!(refused, ActorError::ForeignPort { port: stranger.address() });
+    assert!(matches!(sums.by(&stranger).ping(), Err(ActorError::ForeignPort { .. })));
 }
 
 fn awaiting(setup: &Setup) {

@@ -48,7 +48,7 @@ impl Actor {
         Actor { inner: inner.clone(), executor: executor.clone(), index, port: port.clone() }
     }
 
-    /// The same actor, sent to by another port.
+    /// The same actor, sent to by another port of the same runtime; others are refused when they send.
     pub fn by(&self, port: &Arc<Port>) -> Actor {
         Actor { port: port.clone(), ..self.clone() }
     }
@@ -88,7 +88,13 @@ impl Actor {
         self.executor.enqueue_all(messages)
     }
 
+    fn check_port(&self) -> Result<(), ActorError> {
+        let is_own = Arc::ptr_eq(&self.port.inner, &self.inner);
+        if is_own { Ok(()) } else { Err(ActorError::ForeignPort { port: self.port.address() }) }
+    }
+
     fn sign(&self, message: Message) -> Result<Message, ActorError> {
+        self.check_port()?;
         let unread = self.port.unread();
         if unread >= UNREAD_MAX {
             return Err(ActorError::Unread { port: self.port.address(), unread });
@@ -166,6 +172,7 @@ impl Actor {
 
     /// Tells its lane something, and waits for the acknowledgement.
     pub(super) fn ask(&self, what: Control, limit: Duration) -> Result<Message, ActorError> {
+        self.check_port()?;
         let mut message = Message { to: self.address().0, kind: what as u16, flags: CONTROL, ..Message::EMPTY };
         let id = self.port.shared.sign(&mut message);
         self.port.shared.expect(id, None);
