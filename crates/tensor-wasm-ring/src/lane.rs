@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tensor_wasm_gpu::{Bell, SharedWords};
-use zerocopy::IntoBytes;
+use zerocopy::{FromZeros, IntoBytes};
 
 use crate::behaviour::{Call, Failure, Handler, HandlerDeadline, Outbox};
 use crate::clock::{self, HybridClock};
@@ -85,7 +85,7 @@ fn message(chunks: Chunks<8>) -> Message {
 }
 
 /// An actor as its lane has it.
-struct Actor {
+struct LaneActor {
     state: ActorState,
     /// Words, so that whatever a handler keeps there is aligned.
     memory: Vec<u64>,
@@ -119,7 +119,7 @@ pub(crate) struct Lane<'e> {
     mailbox: Receiver<SharedWords>,
     from_peers: Receiver<Arc<[AtomicU64]>>,
     control: span::Control,
-    actors: Vec<Actor>,
+    actors: Vec<LaneActor>,
     out: Outgoing,
     outbox: Outbox,
     clock: HybridClock,
@@ -141,21 +141,11 @@ impl<'e> Lane<'e> {
         let shape = span.shape;
         let state_words = (shape.state_bytes as usize).div_ceil(8);
         let actor = |index| {
-            Some(Actor {
+            Some(LaneActor {
                 state: ActorState::Absent,
                 memory: vec![0; state_words],
                 held: VecDeque::new(),
-                told: TelemetryBlock {
-                    state: ActorState::Absent as u32,
-                    restarts: 0,
-                    handled: 0,
-                    sent: 0,
-                    faults: 0,
-                    clock: 0,
-                    busy_ns: 0,
-                    queue_depth_max: 0,
-                    spare: 0,
-                },
+                told: TelemetryBlock::new_zeroed(),
                 block: span.telemetry(index)?,
                 sequence: 0,
             })
@@ -207,6 +197,7 @@ impl<'e> Lane<'e> {
     }
 
     fn park(&mut self, is_stopped: &dyn Fn() -> bool) {
+        self.look_for_torn();
         self.control.asleep().store(1, Ordering::Relaxed);
         let is_ready = || {
             let is_news = self.mailbox.is_ready() || self.from_peers.is_ready() || is_stopped();
@@ -268,8 +259,6 @@ impl<'e> Lane<'e> {
             if self.torn_since.take().is_some() {
                 self.control.torn().store(0, Ordering::Release);
             }
-        } else {
-            self.look_for_torn();
         }
         taken > 0
     }
@@ -306,7 +295,7 @@ impl<'e> Lane<'e> {
         let wall = self.wall();
         self.clock.observe(message.clock, wall);
         if message.has(CONTROL) {
-            return self.control(own, &message);
+            return self.obey(own, &message);
         }
         let actor = &mut self.actors[own];
         match actor.state {
@@ -452,7 +441,7 @@ impl<'e> Lane<'e> {
     }
 
     /// Does what a control message says, and acknowledges it with the state that came of it.
-    fn control(&mut self, own: usize, message: &Message) {
+    fn obey(&mut self, own: usize, message: &Message) {
         let kind = Control::of(message.kind).filter(|_| message.sender().is_host() && !message.has(REPLY | FAULT));
         let Some(kind) = kind else { return self.give_back(message, Reason::Refused, None) };
         let actor = &mut self.actors[own];
@@ -498,7 +487,7 @@ impl<'e> Lane<'e> {
     }
 }
 
-impl Actor {
+impl LaneActor {
     fn begin_anew(&mut self) {
         self.memory.fill(0);
         self.state = ActorState::Active;
@@ -723,11 +712,13 @@ mod tests {
             let whole = last.swap(0, Ordering::Relaxed);
             assert!(!lane.turn());
             assert_eq!(host.control.torn().load(Ordering::Relaxed), 0, "it may yet come");
+            lane.look_for_torn();
             let until = Instant::now() + 2 * TORN_MAX;
             while Instant::now() < until {
-                lane.turn();
                 std::thread::park_timeout(Duration::from_millis(10));
             }
+            assert!(!lane.turn());
+            lane.look_for_torn();
             assert_eq!(host.control.torn().load(Ordering::Relaxed), position + 1);
             last.store(whole, Ordering::Release);
             assert!(lane.turn());

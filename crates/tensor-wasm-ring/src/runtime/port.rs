@@ -25,8 +25,8 @@ pub const UNREAD_MAX: usize = 1 << 16;
 /// Ports at once: what an address has bits for, but for the one of dead letters.
 const PORTS_MAX: usize = ACTORS_MAX as usize - 1;
 
-/// Sends to actors and receives from them. Closed when dropped; what comes for it later is counted. Messages that several
-/// threads send by one port at once have no order among each other.
+/// Sends to actors and receives from them. Closed when dropped; what comes for it later is counted. Messages that
+/// several threads send by one port at once have no order among each other.
 pub struct Port {
     pub(super) shared: Arc<PortShared>,
     pub(super) inner: Arc<Inner>,
