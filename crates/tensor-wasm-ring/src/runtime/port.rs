@@ -195,7 +195,8 @@ impl PortShared {
         if let Some(found) = look() {
             return Some(found);
         }
-        let deadline = Instant::now() + limit.saturating_sub(ANSWER_SPIN);
+        // None is later than anybody waits.
+        let deadline = Instant::now().checked_add(limit.saturating_sub(ANSWER_SPIN));
         let mut state = self.state.lock();
         state.parked += 1;
         let found = loop {
@@ -203,10 +204,12 @@ impl PortShared {
                 break Some(found);
             }
             let now = Instant::now();
-            if now >= deadline {
+            if deadline.is_some_and(|deadline| now >= deadline) {
                 break None;
             }
-            self.arrived.wait_until(&mut state, deadline.min(now + 10 * SUPERVISION_PERIOD));
+            // What it waits for may be gone, which nothing announces but the runtime's thread.
+            let look_again = now + 10 * SUPERVISION_PERIOD;
+            self.arrived.wait_until(&mut state, deadline.map_or(look_again, |deadline| deadline.min(look_again)));
         };
         state.parked -= 1;
         found

@@ -25,6 +25,9 @@ pub const DEAD_LETTERS_MAX: usize = 4096;
 /// Replies that are taken from one lane before its word is written.
 const BATCH: usize = 64;
 
+/// Batches that somebody takes before it looks whether its own answer was among them.
+const BATCHES_MAX: usize = 16;
+
 /// Messages that came back and whose sender is not there to be told.
 #[derive(Default)]
 pub(super) struct DeadLetterBox {
@@ -75,7 +78,7 @@ impl Inner {
             return;
         }
         let (ports, wall) = (self.ports.read(), clock::wall());
-        loop {
+        for _ in 0..BATCHES_MAX {
             let mut taken = 0;
             while taken < BATCH
                 && let Some(chunks) = replies.receive()
