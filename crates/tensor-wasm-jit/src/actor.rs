@@ -90,7 +90,8 @@ pub const ACTOR_HANDLED: u32 = 8;
 pub const ACTOR_SENT: u32 = 16;
 pub const ACTOR_FAULTS: u32 = 24;
 pub const ACTOR_CLOCK: u32 = 32;
-pub const ACTOR_BUSY_NANOS: u32 = 40;
+/// Cycles of the multiprocessor that its messages took, from when they were taken up until they were answered.
+pub const ACTOR_BUSY_CYCLES: u32 = 40;
 /// Messages ever held while it was paused, and of those the ones that were handled or returned since.
 pub const ACTOR_HELD: u32 = 48;
 pub const ACTOR_UNHELD: u32 = 52;

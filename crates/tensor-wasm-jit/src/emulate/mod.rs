@@ -328,7 +328,7 @@ impl Run<'_> {
             Operand::Register(n) => item.registers[*n],
             Operand::Immediate(bits) => *bits,
             Operand::Special(name) => match name.as_str() {
-                "globaltimer" => self.nanos,
+                "globaltimer" | "clock64" => self.nanos,
                 "laneid" => u64::from(self.lane(item)),
                 _ => {
                     let (name, axis) = name.split_once('.').ok_or("no such register")?;

@@ -43,7 +43,9 @@ mod area {
     pub(super) const FAULT_WORDS: u32 = 6;
     pub(super) const CURRENT: u32 = 48;
     pub(super) const PLACE: u32 = 56;
-    pub(super) const OUTBOX: u32 = 64;
+    /// What time it is, as the mailbox's poller saw it.
+    pub(super) const NOW: u32 = 64;
+    pub(super) const OUTBOX: u32 = 80;
     pub(super) const SCRATCH: u32 = OUTBOX + actor::OUTBOX_BYTES;
     pub(super) const QUEUES: u32 = (SCRATCH + actor::MESSAGE_BYTES).next_multiple_of(16);
     pub(super) const QUEUE_BYTES: u32 = QUEUE_MESSAGES * actor::MESSAGE_BYTES;
@@ -207,6 +209,7 @@ impl PtxEmitter<'_> {
             ("fault_words", area::FAULT_WORDS),
             ("current", area::CURRENT),
             ("place", area::PLACE),
+            ("now", area::NOW),
             ("outbox", area::OUTBOX),
             ("first_out", first_out),
             ("scratch", area::SCRATCH),
@@ -272,7 +275,7 @@ impl PtxEmitter<'_> {
             ("actor_sent", actor::ACTOR_SENT),
             ("actor_faults", actor::ACTOR_FAULTS),
             ("actor_clock", actor::ACTOR_CLOCK),
-            ("actor_busy", actor::ACTOR_BUSY_NANOS),
+            ("actor_busy", actor::ACTOR_BUSY_CYCLES),
             ("actor_lane", actor::ACTOR_LANE),
             ("actor_hold_tail", actor::ACTOR_HELD),
             ("actor_hold_head", actor::ACTOR_UNHELD),
