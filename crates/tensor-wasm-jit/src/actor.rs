@@ -30,10 +30,22 @@ pub const OUTBOX_FIRST: u32 = 16;
 pub const OUTBOX_MESSAGES: u32 = 4;
 pub const OUTBOX_BYTES: u32 = OUTBOX_FIRST + OUTBOX_MESSAGES * MESSAGE_BYTES;
 
+/// A word of an outbox with which a handler says that it did not do what it was asked: [`VERDICT_REFUSED`], or of
+/// which kind its failure is, from [`TRAPS_FROM`] on. What it has sent besides is forgotten.
+pub const OUTBOX_VERDICT: u32 = 4;
+pub const VERDICT_REFUSED: u32 = 1;
+
+/// How a handler failed, in a refusal: it sent what cannot be sent, or the number of a [`TrapKind`](crate::TrapKind)
+/// behind so many others.
+pub const TRAP_BAD_OUTBOX: u32 = 3;
+pub const TRAPS_FROM: u32 = 16;
+
 /// Flags of a message, as they lie in the word that says what it is.
 pub const FLAG_REPLY: u32 = 1 << 16;
+pub const FLAG_REFERENCE: u32 = 2 << 16;
 pub const FLAG_FAULT: u32 = 4 << 16;
 pub const FLAG_CONTROL: u32 = 8 << 16;
+pub const FLAG_URGENT: u32 = 16 << 16;
 
 /// What a control message asks for: its kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,45 +71,51 @@ pub enum ActorState {
     Faulted = 4,
 }
 
-/// Why a message comes back: the first word of the payload. Then the actor's state, and of a trap its kind, its site,
-/// which window it was, the offset there and the work item.
+/// Why a message comes back: the first word of the payload. Then how its handler failed, at which site, whom the
+/// message was for, at which offset of a window (64 bits); the message's id (64 bits), its kind and flags, its length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Refused {
-    Trapped = 1,
-    Absent = 2,
-    Terminated = 3,
-    Faulted = 4,
+    Absent = 1,
+    Terminated = 2,
+    Faulted = 3,
+    Trapped = 4,
     Expired = 5,
-    Full = 6,
-    NotPossible = 7,
+    Refused = 6,
+    Full = 7,
+    Foreign = 8,
+    Malformed = 9,
 }
 
 /// Bytes of a refusal's payload.
-pub const REFUSAL_BYTES: u32 = 28;
+pub const REFUSAL_BYTES: u32 = 40;
 
 /// A lane's part of the rings: its control block, then its mailbox, then its replies.
 pub const LANE_CONTROL_BYTES: u32 = 128;
 /// What the host writes there: replies that it has taken; and the lane: messages that it is done with.
 pub const LANE_REPLIES_TAKEN: u32 = 0;
 pub const LANE_MAILBOX_TAKEN: u32 = 64;
+pub const LANE_REPLIES_WRITTEN: u32 = 72;
+pub const LANE_BEATS: u32 = 80;
 
-/// What is kept of an actor, on the device, and for the host to read: a telemetry block.
-pub const ACTOR_BYTES: u32 = 64;
+/// What is kept of an actor on the device. Of that the first part is for the host to read: a telemetry block.
+pub const ACTOR_BYTES: u32 = 128;
+pub const TELEMETRY_BYTES: u32 = 64;
 pub const ACTOR_STATE: u32 = 0;
 pub const ACTOR_RESTARTS: u32 = 4;
 pub const ACTOR_HANDLED: u32 = 8;
 pub const ACTOR_SENT: u32 = 16;
 pub const ACTOR_FAULTS: u32 = 24;
 pub const ACTOR_CLOCK: u32 = 32;
-/// Cycles of the multiprocessor that its messages took, from when they were taken up until they were answered.
-pub const ACTOR_BUSY_CYCLES: u32 = 40;
-/// Messages ever held while it was paused, and of those the ones that were handled or returned since.
-pub const ACTOR_HELD: u32 = 48;
-pub const ACTOR_UNHELD: u32 = 52;
-
+/// Nanoseconds of its messages, from when its lane last looked at the clock before each.
+pub const ACTOR_BUSY_NANOS: u32 = 40;
+/// The most messages that were held while it was paused.
+pub const ACTOR_HELD_MAX: u32 = 48;
+/// Messages ever held, and of those the ones that were handled or returned since.
+pub const ACTOR_HELD: u32 = 64;
+pub const ACTOR_UNHELD: u32 = 68;
 /// The lane that it belongs to, which the host says before the first launch.
-pub const ACTOR_LANE: u32 = 56;
+pub const ACTOR_LANE: u32 = 72;
 
 /// What a lane keeps on the device between two launches. Zeros at first, but for the last.
 pub const LANE_STATE_BYTES: u32 = 128;
@@ -114,20 +132,24 @@ pub const LANE_STATE_INBOX_TAIL: u32 = 64;
 /// The version of all this, part of the handshake.
 pub const LANE_VERSION: u32 = 1;
 
-/// What a handshake answers, as 32-bit words.
-pub const HANDSHAKE: [u32; 12] = [
-    LANE_VERSION,
+/// What a handshake answers, as 32-bit words: sizes, then offsets.
+pub const HANDSHAKE: [u32; 16] = [
     SLOT_BYTES,
     MESSAGE_BYTES,
     MESSAGE_PAYLOAD,
-    OUTBOX_BYTES,
     LANE_CONTROL_BYTES,
-    LANE_REPLIES_TAKEN,
+    TELEMETRY_BYTES,
+    LANE_VERSION,
+    MESSAGE_ABOUT,
+    MESSAGE_CLOCK,
+    MESSAGE_TO,
+    MESSAGE_WHAT,
+    MESSAGE_WHAT + 2,
+    MESSAGE_WHAT + 3,
     LANE_MAILBOX_TAKEN,
-    ACTOR_BYTES,
-    ACTOR_STATE,
+    LANE_BEATS,
     ACTOR_HANDLED,
-    ACTOR_FAULTS,
+    ACTOR_BUSY_NANOS,
 ];
 
 /// Work items of a handler: the rest of a group of 1,024 polls.

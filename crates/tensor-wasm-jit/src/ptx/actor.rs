@@ -230,10 +230,13 @@ impl PtxEmitter<'_> {
             ("outbox_vectors", actor::OUTBOX_BYTES / 16),
             ("outbox_messages", actor::OUTBOX_MESSAGES),
             ("outbox_max", actor::OUTBOX_MESSAGES),
+            ("outbox_verdict", actor::OUTBOX_VERDICT),
+            ("traps_from", actor::TRAPS_FROM),
+            ("bad_outbox", actor::TRAP_BAD_OUTBOX),
             ("flag_reply", actor::FLAG_REPLY),
-            ("flag_fault", actor::FLAG_FAULT),
             ("flag_control", actor::FLAG_CONTROL),
-            ("flag_control_and_kind", actor::FLAG_CONTROL | 0xffff),
+            ("flag_reply_or_fault", actor::FLAG_REPLY | actor::FLAG_FAULT),
+            ("handler_says", 0xff00_ffff | actor::FLAG_REFERENCE | actor::FLAG_URGENT),
             ("control_answer", actor::FLAG_REPLY | actor::FLAG_CONTROL | length(4)),
             (
                 "handshake_answer",
@@ -242,7 +245,8 @@ impl PtxEmitter<'_> {
                     | Control::Handshake as u32
                     | length(4 * actor::HANDSHAKE.len()),
             ),
-            ("refusal", actor::FLAG_REPLY | actor::FLAG_FAULT | length(actor::REFUSAL_BYTES as usize)),
+            ("returned", actor::FLAG_REPLY | actor::FLAG_FAULT | length(actor::REFUSAL_BYTES as usize)),
+            ("dead_letter", actor::FLAG_FAULT | length(actor::REFUSAL_BYTES as usize)),
             // Port 0 of the host.
             ("dead_letters", 0xff00_0000),
             ("activate", Control::Activate as u32),
@@ -262,21 +266,27 @@ impl PtxEmitter<'_> {
             ("terminated_letter", Refused::Terminated as u32),
             ("faulted_letter", Refused::Faulted as u32),
             ("expired", Refused::Expired as u32),
+            ("refused", Refused::Refused as u32),
             ("full", Refused::Full as u32),
-            ("not_possible", Refused::NotPossible as u32),
+            ("foreign", Refused::Foreign as u32),
+            ("malformed", Refused::Malformed as u32),
             ("control_bytes", actor::LANE_CONTROL_BYTES),
             ("control_replies_taken", actor::LANE_REPLIES_TAKEN),
             ("control_mailbox_taken", actor::LANE_MAILBOX_TAKEN),
+            ("control_replies_written", actor::LANE_REPLIES_WRITTEN),
+            ("control_beats", actor::LANE_BEATS),
             ("actor_bytes", actor::ACTOR_BYTES),
-            ("actor_words", actor::ACTOR_BYTES / 4),
+            ("telemetry_bytes", actor::TELEMETRY_BYTES),
+            ("telemetry_words", actor::TELEMETRY_BYTES / 4),
             ("actor_state", actor::ACTOR_STATE),
             ("actor_restarts", actor::ACTOR_RESTARTS),
             ("actor_handled", actor::ACTOR_HANDLED),
             ("actor_sent", actor::ACTOR_SENT),
             ("actor_faults", actor::ACTOR_FAULTS),
             ("actor_clock", actor::ACTOR_CLOCK),
-            ("actor_busy", actor::ACTOR_BUSY_CYCLES),
+            ("actor_busy", actor::ACTOR_BUSY_NANOS),
             ("actor_lane", actor::ACTOR_LANE),
+            ("actor_held_max", actor::ACTOR_HELD_MAX),
             ("actor_hold_tail", actor::ACTOR_HELD),
             ("actor_hold_head", actor::ACTOR_UNHELD),
             ("lane_state_bytes", actor::LANE_STATE_BYTES),
@@ -313,9 +323,17 @@ impl PtxEmitter<'_> {
 
     /// Parameters of an executor; those of every resident kernel follow.
     pub(super) fn executor_params() -> String {
-        let wide = ["rings", "actors", "telemetry", "states", "lanes", "inboxes", "holds", "budget_nanos"];
-        let narrow =
-            ["state_bytes", "state_stride", "actor_count", "slots_log2", "inbox_log2", "hold_log2", "own_address"];
+        let wide = ["rings", "actors", "telemetry", "states", "lanes", "inboxes", "holds", "budget_nanos", "wall"];
+        let narrow = [
+            "state_bytes",
+            "state_stride",
+            "actor_count",
+            "mailbox_log2",
+            "replies_log2",
+            "inbox_log2",
+            "hold_log2",
+            "own_address",
+        ];
         let param = |bits: u32| move |name: &&str| format!("\t.param .u{bits} {name}");
         let params = wide.iter().map(param(64)).chain(narrow.iter().map(param(32)));
         params.chain(["beat", "stop"].iter().map(param(64))).collect::<Vec<_>>().join(",\n")
