@@ -14,6 +14,7 @@ const ACTORS: u64 = 6;
 const STATE_BYTES: u64 = 256;
 const SLOTS_LOG2: u64 = 3;
 const HOLD_LOG2: u64 = 2;
+const INBOX_LOG2: u64 = 6;
 const BASE: u64 = 0x10_0000;
 const PORT: u32 = 0xff00_0007;
 
@@ -167,7 +168,7 @@ impl Executor {
             ("telemetry", ACTORS * u64::from(actor::TELEMETRY_BYTES)),
             ("states", ACTORS * STATE_BYTES),
             ("lanes", lanes * u64::from(actor::LANE_STATE_BYTES)),
-            ("inboxes", lanes * ring),
+            ("inboxes", lanes * (u64::from(actor::SLOT_BYTES) << INBOX_LOG2)),
             ("holds", (ACTORS << HOLD_LOG2) * u64::from(actor::MESSAGE_BYTES)),
             ("words", 256),
         ];
@@ -225,7 +226,7 @@ impl Executor {
                 .set("actor_count", ACTORS)
                 .set("mailbox_log2", SLOTS_LOG2)
                 .set("replies_log2", SLOTS_LOG2)
-                .set("inbox_log2", SLOTS_LOG2);
+                .set("inbox_log2", INBOX_LOG2);
             params.set("hold_log2", HOLD_LOG2).set("own_address", 3 << 24);
             params.set("beat", at["words"]).set("stop", at["words"] + 128);
             let params = params.bytes();
