@@ -30,13 +30,17 @@ pub const OUTBOX_FIRST: u32 = 16;
 pub const OUTBOX_MESSAGES: u32 = 4;
 pub const OUTBOX_BYTES: u32 = OUTBOX_FIRST + OUTBOX_MESSAGES * MESSAGE_BYTES;
 
-/// A word of an outbox with which a handler says that it did not do what it was asked: [`VERDICT_REFUSED`], or of
-/// which kind its failure is, from [`TRAPS_FROM`] on. What it has sent besides is forgotten.
+/// A word of an outbox with which a handler says that it did not do what it was asked: [`VERDICT_REFUSED`], or a number
+/// for its failure, which whoever asked is told. What it has put into the outbox besides is forgotten.
 pub const OUTBOX_VERDICT: u32 = 4;
-pub const VERDICT_REFUSED: u32 = 1;
+pub const VERDICT_REFUSED: u32 = u32::MAX;
 
-/// How a handler failed, in a refusal: it sent what cannot be sent, or the number of a [`TrapKind`](crate::TrapKind)
-/// behind so many others.
+/// A word of an outbox in which the lane says how many bytes of state the actor has.
+pub const OUTBOX_STATE_BYTES: u32 = 8;
+
+/// How a handler failed, in a refusal: it overran its deadline, it sent what cannot be sent, what it says itself, or the
+/// number of a [`TrapKind`](crate::TrapKind) behind so many others.
+pub const TRAP_DEADLINE: u32 = 1;
 pub const TRAP_BAD_OUTBOX: u32 = 3;
 pub const TRAPS_FROM: u32 = 16;
 

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use super::{FUEL, PtxEmitter};
 use crate::actor::{self, ActorState, Control, Refused};
 use crate::assemble::SHARED_BYTES_MAX;
-use crate::ir::{Axis, Body, Id, Op, SHARED_ADDRESS};
+use crate::ir::{Axis, Body, Id, Op, SHARED_ADDRESS, TrapKind};
 use crate::refusal::Refusal;
 
 const LANE: &str = include_str!("lane.ptx");
@@ -233,6 +233,8 @@ impl PtxEmitter<'_> {
             ("outbox_verdict", actor::OUTBOX_VERDICT),
             ("traps_from", actor::TRAPS_FROM),
             ("bad_outbox", actor::TRAP_BAD_OUTBOX),
+            ("trap_deadline", actor::TRAP_DEADLINE),
+            ("deadline_kind", TrapKind::Deadline as u32),
             ("flag_reply", actor::FLAG_REPLY),
             ("flag_control", actor::FLAG_CONTROL),
             ("flag_reply_or_fault", actor::FLAG_REPLY | actor::FLAG_FAULT),
@@ -304,6 +306,7 @@ impl PtxEmitter<'_> {
             "handshake_words" => Some(handshake.trim_end().to_owned()),
             "beat_mask" => Some((POLLS_PER_BEAT - 1).to_string()),
             "polls_before_sleep" => Some(POLLS_BEFORE_SLEEP.to_string()),
+            "verdict_refused" => Some(actor::VERDICT_REFUSED.cast_signed().to_string()),
             "sleep_nanos" => Some(SLEEP_NANOS.to_string()),
             // 2⁶⁴ over 1,000, rounded up: the upper half of a product with it is a thousandth.
             "per_thousand" => Some(u64::MAX.div_ceil(1000).to_string()),
@@ -390,6 +393,8 @@ fn sums(line: &str) -> String {
     text + &current
 }
 
+// The first vector of an outbox, as a lane empties it.
+const _: () = assert!(actor::OUTBOX_STATE_BYTES == 8);
 const _: () = assert!(SHARED_ADDRESS > 1 << 20, "there is room for a handler's windows");
 
 #[cfg(test)]

@@ -49,7 +49,7 @@ pub(super) const HOSTILE: &str = r#"(module
     (if (i32.eq (local.get $kind) (i32.const 7)) (then (i32.store offset=4 (local.get $outbox) (i32.const 77))))
     (if (i32.eq (local.get $kind) (i32.const 8)) (then
       (i32.store (local.get $outbox) (i32.const 1))
-      (i32.store offset=4 (local.get $outbox) (i32.const 1))))
+      (i32.store offset=4 (local.get $outbox) (i32.const -1))))
     (if (i32.eq (local.get $kind) (i32.const 5)) (then
       (i32.store (local.get $state) (i32.load offset=96 (local.get $message)))))))"#;
 
@@ -457,7 +457,7 @@ fn an_actor_that_misbehaves_is_alone_with_it() {
     let trap = |kind: TrapKind| actor::TRAPS_FROM + kind as u32;
     let trapped = [
         (1, trap(TrapKind::Unreachable)),
-        (2, trap(TrapKind::Deadline)),
+        (2, actor::TRAP_DEADLINE),
         (3, trap(TrapKind::OutOfBounds)),
         (5, trap(TrapKind::OutOfBounds)),
         (4, actor::TRAP_BAD_OUTBOX),
