@@ -31,6 +31,13 @@ impl Behaviour {
         Builtin::ALL.into_iter().find(|own| own.name() == name).map(Behaviour::Builtin)
     }
 
+    /// State that one actor needs at least.
+    pub(crate) fn state_bytes_min(self) -> u32 {
+        match self {
+            Behaviour::Builtin(builtin) => builtin.state_bytes_min(),
+        }
+    }
+
     /// What runs it on a CPU.
     pub(crate) fn handler(self) -> Handler {
         match self {

@@ -55,6 +55,8 @@ mod behaviour;
 pub mod builtin;
 #[cfg(not(loom))]
 mod cpu;
+#[cfg(all(not(loom), feature = "cuda"))]
+mod gpu;
 #[cfg(not(loom))]
 mod lane;
 

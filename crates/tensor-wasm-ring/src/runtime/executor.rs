@@ -6,9 +6,9 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use tensor_wasm_gpu::{Grid, Param, Params, Resident, SharedWords, block_on};
+use tensor_wasm_gpu::{Grid, Resident, SharedWords, block_on};
 
-use crate::backend::{LANE_KERNEL, lane_image};
+use crate::backend::LaneMemory;
 use crate::behaviour::Behaviour;
 use crate::error::ActorError;
 use crate::layout::{Address, HOST_BELL_AT, Handshake, Shape};
@@ -83,7 +83,8 @@ pub(crate) struct ExecutorShared {
     pub rings: bool,
     /// Calls that each actor has not answered.
     outstanding: Vec<AtomicU32>,
-    resident: Mutex<Option<Resident>>,
+    /// The kernel, and what it has of the device's memory.
+    resident: Mutex<Option<(Resident, LaneMemory)>>,
     gone: OnceLock<ActorError>,
     restarts_max: u32,
     /// Since when an actor's restarts are counted, and how many there were.
@@ -112,10 +113,11 @@ impl Executor {
         behaviour: Behaviour,
         options: &ExecutorOptions,
     ) -> Result<Executor, ActorError> {
-        let shape = shape(inner.take_number()?, behaviour, options)?;
-        let image = lane_image(inner.device.kind(), behaviour)?;
+        let image = (inner.lanes)(inner.device.kind(), behaviour)?;
+        let shape = shape(inner.take_number()?, behaviour, image.state_bytes_min, options)?;
         let module = block_on(inner.tenant.load(&image.image))?;
-        let kernel = block_on(inner.tenant.kernel(&module, LANE_KERNEL))?;
+        let kernel = block_on(inner.tenant.kernel(&module, &image.kernel))?;
+        let memory = LaneMemory::new(&inner.tenant, &image, &shape)?;
         let (shared, span_address, bell_address) = {
             let mut lease = inner.lease.lock();
             if lease.worker != inner.device.restarts() {
@@ -136,9 +138,9 @@ impl Executor {
         // From here on, dropping it gives back what it has.
         let executor = Executor { shared: shared.clone(), inner: inner.clone(), port: port.clone() };
         let grid = Grid { blocks: [shape.lanes, 1, 1], threads: [image.threads, 1, 1], shared_bytes: 0 };
-        let params = Params::new([span_address, shared.room.bytes, bell_address].map(Param::U64));
+        let params = memory.params(&shape, [span_address, shared.room.bytes, bell_address]);
         let resident = inner.tenant.resident(&kernel, grid, &params)?;
-        *shared.resident.lock() = Some(resident);
+        *shared.resident.lock() = Some((resident, memory));
         inner.executors.write().push(shared);
         inner.wake_thread();
         executor.shake_hands()?;
@@ -234,9 +236,7 @@ impl Drop for Executor {
     }
 }
 
-fn shape(executor: u32, behaviour: Behaviour, options: &ExecutorOptions) -> Result<Shape, ActorError> {
-    let Behaviour::Builtin(builtin) = behaviour;
-    let least = builtin.state_bytes_min();
+fn shape(executor: u32, behaviour: Behaviour, least: u32, options: &ExecutorOptions) -> Result<Shape, ActorError> {
     let state_bytes = if options.state_bytes == 0 { least } else { options.state_bytes };
     let shape = Shape {
         executor,
@@ -248,7 +248,8 @@ fn shape(executor: u32, behaviour: Behaviour, options: &ExecutorOptions) -> Resu
         held_max: options.mailbox_slots,
         handler_ns: u64::try_from(options.handler_max.as_nanos()).unwrap_or(u64::MAX),
     };
-    let too_little = || format!("{:?} needs {least} bytes of state, and {state_bytes} were asked for", builtin.name());
+    let too_little =
+        || format!("{:?} needs {least} bytes of state, and {state_bytes} were asked for", behaviour.name());
     let checked = shape.check().and_then(|()| if state_bytes < least { Err(too_little()) } else { Ok(shape) });
     checked.map_err(|why| ActorError::BadShape { why })
 }
@@ -368,7 +369,7 @@ impl ExecutorShared {
     }
 
     pub(super) fn tell_to_end(&self) {
-        if let Some(resident) = &*self.resident.lock() {
+        if let Some((resident, _)) = &*self.resident.lock() {
             resident.stop();
         }
         if self.rings {
@@ -381,6 +382,7 @@ impl ExecutorShared {
         let _ = self.gone.set(ActorError::Ended { name: self.name.clone() });
         // The device's watchdog sees to it that waiting ends. Where there is none, it was never launched, or is over.
         let resident = self.resident.lock().take();
+        let (resident, _memory) = resident.unzip();
         let ended = resident.map_or(Ok(()), Resident::wait);
         let mut lease = inner.lease.lock();
         if ended.is_ok() && lease.worker == self.worker {
@@ -392,9 +394,9 @@ impl ExecutorShared {
 
     /// Looks whether its lanes are gone though nobody told them to. True once, when that is found.
     pub(super) fn look_whether_gone(&self, inner: &Inner) -> bool {
-        let Some(over) = self.resident.lock().take_if(|own| own.is_over()) else { return false };
+        let Some(over) = self.resident.lock().take_if(|(own, _)| own.is_over()) else { return false };
         let has_begun = self.lanes.iter().any(|lane| lane.control.beats().load(Ordering::Relaxed) != 0);
-        let why = match over.wait() {
+        let why = match over.0.wait() {
             Err(error) => error.into(),
             Ok(()) if self.worker != inner.device.restarts() => {
                 ActorError::DeviceLost { why: "its worker was replaced".to_owned() }

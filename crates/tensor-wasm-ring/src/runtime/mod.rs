@@ -21,6 +21,7 @@ use tensor_wasm_gpu::{
     TenantLimits,
 };
 
+use crate::backend::{LaneMaker, lane_image};
 use crate::behaviour::Behaviour;
 use crate::cpu::host_kernels;
 use crate::error::ActorError;
@@ -53,6 +54,7 @@ pub struct Builder {
     region_bytes: u64,
     host: HostKernels,
     device: Option<Device>,
+    lanes: LaneMaker,
 }
 
 impl Builder {
@@ -83,6 +85,12 @@ impl Builder {
         Builder { device: Some(device), ..self }
     }
 
+    /// Lanes of another kind than the device's own.
+    #[cfg(all(test, feature = "cuda"))]
+    pub(crate) fn lanes(self, lanes: LaneMaker) -> Builder {
+        Builder { lanes, ..self }
+    }
+
     pub fn build(self) -> Result<Runtime, ActorError> {
         let open = || {
             let regions = vec![(REGION.to_owned(), self.region_bytes)];
@@ -96,6 +104,7 @@ impl Builder {
         let tenant = device.tenant(REGION, limits)?;
         let inner = Arc::new(Inner {
             lease: Mutex::new(Lease::of(&device)?),
+            lanes: self.lanes,
             device,
             tenant,
             executors: RwLock::default(),
@@ -144,6 +153,7 @@ impl Lease {
 }
 
 pub(crate) struct Inner {
+    lanes: LaneMaker,
     device: Device,
     tenant: Tenant,
     lease: Mutex<Lease>,
@@ -170,6 +180,7 @@ impl Runtime {
             region_bytes: REGION_BYTES,
             host: HostKernels::default(),
             device: None,
+            lanes: lane_image,
         }
     }
 
