@@ -92,7 +92,9 @@ impl<W: Deref<Target = [AtomicU64]>, const N: usize> Slots<W, N> {
     pub fn read(&self, position: u64) -> Option<Chunks<N>> {
         let tag = self.tag(position);
         let mut message = [[0; 3]; N];
-        for (chunk, data) in self.slot(position).iter().zip(&mut message) {
+        // From the last to the first, as they come: who waits for a slot looks at its second line only, and does not
+        // take the first from a writer that is in the middle of it.
+        for (chunk, data) in self.slot(position).iter().zip(&mut message).rev() {
             let second = chunk[1].load(Ordering::Acquire);
             if second >> 32 != tag {
                 return None;

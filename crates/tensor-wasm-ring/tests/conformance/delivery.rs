@@ -122,10 +122,13 @@ pub(super) fn checked(setup: &Setup) {
                     let (mut sent, mut answered, mut returned) = (0, 0, 0);
                     let mut sender = Sender::new(own, executor);
                     while sent < wanted / SENDERS {
-                        for _ in 0..64 {
-                            sent += u64::from(sender.send(rng.random_range(0..ACTORS as usize), seed << 56 | sent));
+                        let mut burst = 0;
+                        while burst < 64 && sender.send(rng.random_range(0..ACTORS as usize), seed << 56 | sent) {
+                            burst += 1;
+                            sent += 1;
                         }
-                        while sender.outstanding > WINDOW {
+                        while sender.outstanding > WINDOW || burst == 0 && sender.outstanding > 0 {
+                            burst = 1;
                             if !sender.take(&mut messages) {
                                 std::thread::yield_now();
                             }
