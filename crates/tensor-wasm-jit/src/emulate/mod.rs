@@ -390,15 +390,17 @@ impl Run<'_> {
         Err(format!("{len} bytes at {address:#x} are not in {} memory", if space.is_empty() { "any" } else { space }))
     }
 
-    /// Memory of somebody else, if an access goes there: it is not looked for in the emulator's own first.
-    fn other(&self, space: &str, address: u64, len: usize) -> Option<&dyn OtherMemory> {
-        let is_global = space == "global" && address.is_multiple_of(len as u64);
-        self.memory.other.as_deref().filter(|_| is_global)
+    /// Memory of somebody else, if an access goes there: a global one is not looked for in the emulator's own first.
+    fn other(&self, item: &Item, space: &str, address: u64, len: usize) -> Option<&dyn OtherMemory> {
+        let own = [(DATA_AT, self.data.len()), (SHARED_AT, self.shared.len()), (LOCAL_AT, item.local.len())];
+        let is_own = || own.iter().any(|(at, bytes)| address >= *at && address - at < *bytes as u64);
+        let is_global = space == "global" || space.is_empty() && !is_own();
+        self.memory.other.as_deref().filter(|_| is_global && address.is_multiple_of(len as u64))
     }
 
     fn load(&mut self, item: &mut Item, space: &str, address: u64, len: usize) -> Result<u64, String> {
         let mut whole = [0; 8];
-        if let Some(other) = self.other(space, address, len) {
+        if let Some(other) = self.other(item, space, address, len) {
             let is_there = other.read(address, &mut whole[..len]);
             return if is_there { Ok(u64::from_le_bytes(whole)) } else { Err(format!("nothing is at {address:#x}")) };
         }
@@ -407,7 +409,7 @@ impl Run<'_> {
     }
 
     fn store(&mut self, item: &mut Item, space: &str, address: u64, len: usize, value: u64) -> Result<(), String> {
-        if let Some(other) = self.other(space, address, len) {
+        if let Some(other) = self.other(item, space, address, len) {
             let is_there = other.write(address, &value.to_le_bytes()[..len]);
             return if is_there { Ok(()) } else { Err(format!("nothing is at {address:#x}")) };
         }
