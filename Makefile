@@ -39,7 +39,7 @@ test-kills: guests
 
 # Every interleaving of the lock-free parts, by the model checker.
 model:
-	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p tensor-wasm-gpu --lib
+	RUSTFLAGS="--cfg loom" CARGO_TARGET_DIR=target/loom cargo test --release -p tensor-wasm-gpu -p tensor-wasm-ring --lib
 
 # Fuzzing of the kernel compiler, a minute of each target; needs cargo-fuzz and a nightly compiler.
 fuzz:

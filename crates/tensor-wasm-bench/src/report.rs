@@ -113,7 +113,7 @@ impl Report {
         let profile = if cfg!(debug_assertions) { "" } else { "--release " };
         let command = match env!("CARGO_PKG_NAME") {
             "tensor-wasm-bench" => format!("cargo run {profile}-p tensor-wasm-bench -- {}", args.join(" ")),
-            package => format!("cargo bench -p {package} --bench device -- {}", args.join(" ")),
+            package => format!("cargo bench -p {package} --bench {} -- {}", env!("CARGO_CRATE_NAME"), args.join(" ")),
         };
         let file = json!({
             "command": command,

@@ -71,7 +71,7 @@ mod exports {
     pub use crate::device::launch::{Graph, GraphStep, Grid, Kernel, KernelInfo, Module};
     pub use crate::device::params::{Param, Params};
     pub use crate::device::pinned::{Pinned, PinnedMapping};
-    pub use crate::device::region::SharedRegion;
+    pub use crate::device::region::{Bell, SharedRegion, SharedWords};
     pub use crate::device::resident::Resident;
     pub use crate::device::stream::Stream;
     pub use crate::device::{

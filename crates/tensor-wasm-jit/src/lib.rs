@@ -14,6 +14,7 @@
 //! checked together; `ptx`, with `loops`, and `host` translate. What they return is in `image`, why they refuse in
 //! `refusal`.
 
+pub mod actor;
 // Where operations are matched, a wildcard would swallow a new one: each pass has to say what it means.
 #[warn(clippy::wildcard_enum_match_arm)]
 mod assemble;

@@ -12,6 +12,7 @@
     reason = "a test that goes wrong says so"
 )]
 
+mod actors;
 mod build;
 #[expect(dead_code, reason = "what is run on a GPU here is given windows and no numbers")]
 mod device;
@@ -136,24 +137,28 @@ fn compare_with_host(image: &HostImage, groups: [u32; 3], items: [u32; 3], args:
 
 /// Has the device's assembler look at a kernel, where there is one: from `cargo xtask ptxas`, or on the path.
 fn assemble(image: &KernelImage) {
+    assemble_text(&image.name, &image.ptx, image.target);
+}
+
+fn assemble_text(what: &str, ptx: &str, target: Target) {
     let Some(ptxas) = ptxas() else { return println!("skipped: no ptxas; `cargo xtask ptxas` installs it") };
     let folder = std::env::temp_dir().join(format!("tensor-wasm-ptx-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let name = hash(&image.ptx);
+    let name = hash(ptx);
     let file = folder.join(format!("{name:x}.ptx"));
     if file.exists() {
         return;
     }
-    std::fs::write(&file, &image.ptx).unwrap();
-    let (major, minor) = image.target.capability();
+    std::fs::write(&file, ptx).unwrap();
+    let (major, minor) = target.capability();
     let is_enough = |device: &&str| device[3..].parse::<u32>().unwrap() >= 10 * major + minor;
     let newer: Vec<&str> = DEVICES.into_iter().filter(is_enough).collect();
     // What only one device has is not for those that came after it.
-    let devices = if image.target == Target::Hopper { vec!["sm_90a"] } else { newer };
+    let devices = if target == Target::Hopper { vec!["sm_90a"] } else { newer };
     for device in devices {
         let output = Command::new(ptxas).args(["-arch", device, "-o", "/dev/null"]).arg(&file).output().unwrap();
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{} for {device}: {said}\n{}", image.name, image.ptx);
+        assert!(output.status.success(), "{what} for {device}: {said}\n{ptx}");
     }
 }
 

@@ -6,15 +6,66 @@
 
 use std::time::Duration;
 
-use crate::sync::{AtomicU32, Ordering};
+use crate::sync::{AtomicU32, AtomicU64, Ordering};
 
 const AWAKE: u32 = 0;
 const PARKED: u32 = 1;
 
-#[derive(Clone, Copy)]
-pub(crate) struct Doorbell<'a>(pub &'a AtomicU32);
+/// A doorbell's word, of 32 bits or of 64. All that this process does to a word it does at the word's own size; the
+/// operating system looks at half of a large one, the half that holds the value.
+pub(crate) trait BellWord {
+    fn load(&self, order: Ordering) -> u32;
+    fn store(&self, value: u32, order: Ordering);
+    fn swap(&self, value: u32, order: Ordering) -> u32;
+    #[cfg(not(loom))]
+    fn futex(&self) -> &AtomicU32;
+}
 
-impl Doorbell<'_> {
+impl BellWord for AtomicU32 {
+    fn load(&self, order: Ordering) -> u32 {
+        AtomicU32::load(self, order)
+    }
+
+    fn store(&self, value: u32, order: Ordering) {
+        AtomicU32::store(self, value, order);
+    }
+
+    fn swap(&self, value: u32, order: Ordering) -> u32 {
+        AtomicU32::swap(self, value, order)
+    }
+
+    #[cfg(not(loom))]
+    fn futex(&self) -> &AtomicU32 {
+        self
+    }
+}
+
+impl BellWord for AtomicU64 {
+    fn load(&self, order: Ordering) -> u32 {
+        // What is not a value of ours is nobody who is parked.
+        u32::try_from(AtomicU64::load(self, order)).unwrap_or(AWAKE)
+    }
+
+    fn store(&self, value: u32, order: Ordering) {
+        AtomicU64::store(self, u64::from(value), order);
+    }
+
+    fn swap(&self, value: u32, order: Ordering) -> u32 {
+        u32::try_from(AtomicU64::swap(self, u64::from(value), order)).unwrap_or(AWAKE)
+    }
+
+    #[cfg(not(loom))]
+    fn futex(&self) -> &AtomicU32 {
+        const { assert!(cfg!(target_endian = "little"), "the low half of a word comes first") }
+        // SAFETY: the first half of a word that lives as long as `self`, aligned for it. Nothing is read or written
+        // through this reference but by the operating system, which sees memory, not types.
+        unsafe { &*std::ptr::from_ref(self).cast::<AtomicU32>() }
+    }
+}
+
+pub(crate) struct Doorbell<'a, W = AtomicU32>(pub &'a W);
+
+impl<W: BellWord> Doorbell<'_, W> {
     /// Wakes who is parked, if anybody is. What it is woken for must have been published before.
     pub(crate) fn ring(&self) {
         fence();
@@ -44,20 +95,21 @@ fn fence() {
 
 #[cfg(not(loom))]
 mod futex {
-    use std::sync::atomic::AtomicU32;
     use std::time::Duration;
 
     use rustix::thread::futex as os;
 
+    use super::BellWord;
+
     // Not the private kind: the other side may be another process.
-    pub(super) fn wait(word: &AtomicU32, expected: u32, limit: Option<Duration>) {
+    pub(super) fn wait(word: &impl BellWord, expected: u32, limit: Option<Duration>) {
         let limit = limit.and_then(|limit| rustix::time::Timespec::try_from(limit).ok());
         // Every reason to return (rung, changed already, interrupted, timed out) means the same: look again.
-        let _ = os::wait(word, os::Flags::empty(), expected, limit.as_ref());
+        let _ = os::wait(word.futex(), os::Flags::empty(), expected, limit.as_ref());
     }
 
-    pub(super) fn wake(word: &AtomicU32) {
-        let _ = os::wake(word, os::Flags::empty(), 1);
+    pub(super) fn wake(word: &impl BellWord) {
+        let _ = os::wake(word.futex(), os::Flags::empty(), 1);
     }
 }
 
@@ -66,15 +118,16 @@ mod futex {
 mod futex {
     use std::time::Duration;
 
-    use crate::sync::{AtomicU32, Ordering};
+    use super::BellWord;
+    use crate::sync::Ordering;
 
-    pub(super) fn wait(word: &AtomicU32, expected: u32, _limit: Option<Duration>) {
+    pub(super) fn wait(word: &impl BellWord, expected: u32, _limit: Option<Duration>) {
         while word.load(Ordering::SeqCst) == expected {
             loom::thread::yield_now();
         }
     }
 
-    pub(super) fn wake(_word: &AtomicU32) {}
+    pub(super) fn wake(_word: &impl BellWord) {}
 }
 
 #[cfg(all(test, not(loom)))]
@@ -86,8 +139,13 @@ mod tests {
 
     #[test]
     fn who_is_parked_is_woken_and_nobody_parks_on_work() {
-        let (word, work) = (AtomicU32::new(0), AtomicBool::new(false));
-        let bell = Doorbell(&word);
+        check(&AtomicU32::new(0));
+        check(&AtomicU64::new(0));
+    }
+
+    fn check<W: BellWord + Sync>(word: &W) {
+        let work = AtomicBool::new(false);
+        let bell = Doorbell(word);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 std::thread::park_timeout(Duration::from_millis(20));
@@ -123,11 +181,11 @@ mod model {
                 let (word, work) = (word.clone(), work.clone());
                 thread::spawn(move || {
                     work.store(1, Ordering::Release);
-                    Doorbell(&word).ring();
+                    Doorbell(&*word).ring();
                 })
             };
             while work.load(Ordering::Acquire) == 0 {
-                Doorbell(&word).park_unless(|| work.load(Ordering::Acquire) == 1, None);
+                Doorbell(&*word).park_unless(|| work.load(Ordering::Acquire) == 1, None);
             }
             waker.join().unwrap();
         });

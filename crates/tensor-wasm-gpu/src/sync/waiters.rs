@@ -89,7 +89,7 @@ mod model {
     impl Wake for Woken {
         fn wake(self: std::sync::Arc<Self>) {
             self.0.store(1, Ordering::Release);
-            Doorbell(&self.1).ring();
+            Doorbell(&*self.1).ring();
         }
     }
 
@@ -107,7 +107,7 @@ mod model {
                 let (flag, bell) = (flag.clone(), bell.clone());
                 thread::spawn(move || {
                     flag.store(1, Ordering::Release);
-                    Doorbell(&bell).ring();
+                    Doorbell(&*bell).ring();
                 })
             };
             let completions = {
@@ -118,13 +118,13 @@ mod model {
                         let seen = waiters.look();
                         waiters.wake(is_over);
                         let is_news = || waiters.has_news(&seen, is_over) || woken.0.load(Ordering::Acquire) == 1;
-                        Doorbell(&bell).park_unless(is_news, None);
+                        Doorbell(&*bell).park_unless(is_news, None);
                     }
                 })
             };
             let waker = Waker::from(woken.clone());
             let is_over = |_: usize, number: u32| flag.load(Ordering::Acquire) >= number;
-            waiters.register(Waiter { stream: 0, number: 1, waker }, is_over, Doorbell(&bell));
+            waiters.register(Waiter { stream: 0, number: 1, waker }, is_over, Doorbell(&*bell));
             device.join().unwrap();
             completions.join().unwrap();
             assert_eq!(woken.0.load(Ordering::Acquire), 1);

@@ -438,6 +438,13 @@ pub(super) fn named_region(setup: &Setup) {
     region.read(last, &mut bytes).unwrap();
     assert_eq!(u64::from_le_bytes(bytes), 100);
     assert!(region.word(last + 8).is_none() && region.word(4).is_none());
+    let words = region.words(last - 8, 2).unwrap();
+    assert_eq!(words[1].load(Ordering::Acquire), 100);
+    assert_eq!(words.part(1, 1).unwrap()[0].load(Ordering::Acquire), 100);
+    assert!(words.part(1, 2).is_none() && words.part(usize::MAX, 2).is_none());
+    for (offset, count) in [(last, 2), (4, 1), (0, 0), (0, usize::MAX), (u64::MAX - 7, 1)] {
+        assert!(region.words(offset, count).is_none(), "{count} at {offset}");
+    }
     assert!(matches!(region.write(last + 1, &bytes), Err(DeviceError::OutOfRange { .. })));
 }
 

@@ -94,7 +94,8 @@ const COPY_BYTES: usize = crate::gpu::COPY_BYTES as usize;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stands {
     Goes,
-    AtBarrier,
+    /// At a barrier of this number, for so many items, or for all there are.
+    AtBarrier(u32, Option<usize>),
     /// Before an instruction that the items of a warp do together.
     AtWarp,
     IsOver,
@@ -114,7 +115,9 @@ struct Run<'a> {
 
 enum Next {
     Go(usize),
-    Barrier(usize),
+    /// It may be waiting for what another item writes: the others have a turn.
+    Yield(usize),
+    Barrier(u32, Option<usize>),
     Warp,
     Exit,
 }
@@ -137,10 +140,7 @@ impl Emulator {
         groups: [u32; 3],
         items: [u32; 3],
     ) -> Result<(), String> {
-        let data = self.unit.data.clone();
-        let nanos = 1_000_000_000;
-        let mut run =
-            Run { unit: &self.unit, memory, data, shared: Vec::new(), params, groups, items, group: [0; 3], nanos };
+        let mut run = self.run_of(memory, params, groups, items);
         for z in 0..groups[2] {
             for y in 0..groups[1] {
                 for x in 0..groups[0] {
@@ -150,6 +150,30 @@ impl Emulator {
             }
         }
         Ok(())
+    }
+
+    /// One group of a launch, for those whose groups do not end: each is for a thread of its own.
+    pub fn run_group(
+        &self,
+        memory: &mut DeviceMemory,
+        params: &[u8],
+        groups: [u32; 3],
+        items: [u32; 3],
+        group: [u32; 3],
+    ) -> Result<(), String> {
+        Run { group, ..self.run_of(memory, params, groups, items) }.one_group()
+    }
+
+    fn run_of<'a>(
+        &'a self,
+        memory: &'a mut DeviceMemory,
+        params: &'a [u8],
+        groups: [u32; 3],
+        items: [u32; 3],
+    ) -> Run<'a> {
+        let data = self.unit.data.clone();
+        let nanos = 1_000_000_000;
+        Run { unit: &self.unit, memory, data, shared: Vec::new(), params, groups, items, group: [0; 3], nanos }
     }
 }
 
@@ -174,13 +198,14 @@ impl Run<'_> {
                 }
             }
         }
-        // Every item runs until it has to wait. Warps whose items do something together do it; if there are none, all
-        // have come to a barrier, and go on.
+        // Every item runs until it has to wait, or looks whether it still has to. Then warps whose items do something
+        // together do it, and barriers open to which all have come.
         while items.iter().any(|item| item.stands != Stands::IsOver) {
             for item in items.iter_mut().filter(|item| item.stands == Stands::Goes) {
                 self.until_it_waits(item)?;
             }
-            if items.iter().any(|item| item.stands == Stands::AtWarp) {
+            let is_in_warp = items.iter().any(|item| item.stands == Stands::AtWarp);
+            if is_in_warp {
                 for warpgroup in items.chunks_mut(WARPGROUP) {
                     // Those that a warpgroup does are done by four warps.
                     if self.is_of_warpgroup(warpgroup) {
@@ -193,16 +218,54 @@ impl Run<'_> {
                         }
                     }
                 }
-                if items.iter().all(|item| item.stands != Stands::Goes) {
-                    return Err("items of a warp wait for others of it that wait elsewhere: for ever".to_owned());
-                }
-                continue;
             }
-            for item in items.iter_mut().filter(|item| item.stands == Stands::AtBarrier) {
-                item.stands = Stands::Goes;
+            self.barriers(&mut items)?;
+            let is_stuck = items.iter().all(|item| !matches!(item.stands, Stands::Goes | Stands::IsOver));
+            if is_stuck && is_in_warp {
+                return Err("items of a warp wait for others of it that wait elsewhere: for ever".to_owned());
+            }
+            if is_stuck {
+                return Err("items wait at barriers to which nobody else comes: for ever".to_owned());
             }
         }
         Ok(())
+    }
+
+    /// Opens the barriers to which all have come that they wait for. A vote tells each what all have said.
+    fn barriers(&mut self, items: &mut [Item]) -> Result<(), String> {
+        let live = items.iter().filter(|item| item.stands != Stands::IsOver).count();
+        for first in 0..items.len() {
+            let Stands::AtBarrier(number, count) = items[first].stands else { continue };
+            let is_here = |item: &Item| matches!(item.stands, Stands::AtBarrier(own, _) if own == number);
+            let here = items.iter().filter(|item| is_here(item)).count();
+            if here < count.unwrap_or(live) {
+                continue;
+            }
+            let mut all_say = 1;
+            for item in items.iter().filter(|item| is_here(item)) {
+                if let Some(said) = self.vote(item)? {
+                    all_say &= said;
+                }
+            }
+            for item in items.iter_mut().filter(|item| is_here(item)) {
+                let instruction = self.unit.instructions.get(item.at).ok_or("it ran past its end")?;
+                if let (Some(Operand::Register(to)), Some(_)) = (instruction.operands.first(), self.vote(item)?) {
+                    item.registers[*to] = all_say;
+                }
+                (item.at, item.stands) = (item.at + 1, Stands::Goes);
+            }
+        }
+        Ok(())
+    }
+
+    /// What an item says at a barrier that is a vote.
+    fn vote(&self, item: &Item) -> Result<Option<u64>, String> {
+        let instruction = self.unit.instructions.get(item.at).ok_or("it ran past its end")?;
+        if !instruction.opcode.iter().any(|word| word == "red") {
+            return Ok(None);
+        }
+        let said = instruction.operands.last().ok_or("what does it say?")?;
+        Ok(Some(u64::from(self.value(item, said)? != 0)))
     }
 
     /// Whether the items stand before something that a warpgroup does together.
@@ -239,8 +302,12 @@ impl Run<'_> {
             let next = self.step(item, instruction);
             match next.map_err(|why| format!("line {}: {}: {why}", instruction.line, instruction.opcode.join(".")))? {
                 Next::Go(at) => item.at = at,
-                Next::Barrier(at) => {
-                    (item.at, item.stands) = (at, Stands::AtBarrier);
+                Next::Yield(at) => {
+                    item.at = at;
+                    return Ok(());
+                }
+                Next::Barrier(number, count) => {
+                    item.stands = Stands::AtBarrier(number, count);
                     return Ok(());
                 }
                 Next::Warp => {
@@ -261,7 +328,7 @@ impl Run<'_> {
             Operand::Register(n) => item.registers[*n],
             Operand::Immediate(bits) => *bits,
             Operand::Special(name) => match name.as_str() {
-                "globaltimer" => self.nanos,
+                "globaltimer" | "clock64" => self.nanos,
                 "laneid" => u64::from(self.lane(item)),
                 _ => {
                     let (name, axis) = name.split_once('.').ok_or("no such register")?;
@@ -323,15 +390,17 @@ impl Run<'_> {
         Err(format!("{len} bytes at {address:#x} are not in {} memory", if space.is_empty() { "any" } else { space }))
     }
 
-    /// Memory of somebody else, if an access goes there: it is not looked for in the emulator's own first.
-    fn other(&self, space: &str, address: u64, len: usize) -> Option<&dyn OtherMemory> {
-        let is_global = space == "global" && address.is_multiple_of(len as u64);
-        self.memory.other.as_deref().filter(|_| is_global)
+    /// Memory of somebody else, if an access goes there: a global one is not looked for in the emulator's own first.
+    fn other(&self, item: &Item, space: &str, address: u64, len: usize) -> Option<&dyn OtherMemory> {
+        let own = [(DATA_AT, self.data.len()), (SHARED_AT, self.shared.len()), (LOCAL_AT, item.local.len())];
+        let is_own = || own.iter().any(|(at, bytes)| address >= *at && address - at < *bytes as u64);
+        let is_global = space == "global" || space.is_empty() && !is_own();
+        self.memory.other.as_deref().filter(|_| is_global && address.is_multiple_of(len as u64))
     }
 
     fn load(&mut self, item: &mut Item, space: &str, address: u64, len: usize) -> Result<u64, String> {
         let mut whole = [0; 8];
-        if let Some(other) = self.other(space, address, len) {
+        if let Some(other) = self.other(item, space, address, len) {
             let is_there = other.read(address, &mut whole[..len]);
             return if is_there { Ok(u64::from_le_bytes(whole)) } else { Err(format!("nothing is at {address:#x}")) };
         }
@@ -340,7 +409,7 @@ impl Run<'_> {
     }
 
     fn store(&mut self, item: &mut Item, space: &str, address: u64, len: usize, value: u64) -> Result<(), String> {
-        if let Some(other) = self.other(space, address, len) {
+        if let Some(other) = self.other(item, space, address, len) {
             let is_there = other.write(address, &value.to_le_bytes()[..len]);
             return if is_there { Ok(()) } else { Err(format!("nothing is at {address:#x}")) };
         }
@@ -377,7 +446,14 @@ impl Run<'_> {
                 return jump(table.get(index).ok_or("beyond the table")?);
             }
             ["ret" | "exit"] => return Ok(Next::Exit),
-            ["barrier", "sync"] => return Ok(Next::Barrier(item.at + 1)),
+            ["barrier", "sync"] | ["barrier", "red", "and", "pred"] => {
+                let at = usize::from(opcode[1] == "red");
+                let number = value(self, item, at)? as u32;
+                let count = if operands.len() > 1 + 2 * at { Some(value(self, item, at + 1)? as usize) } else { None };
+                return Ok(Next::Barrier(number, count));
+            }
+            ["nanosleep", "u32"] => return Ok(Next::Yield(item.at + 1)),
+            ["bar", "warp", "sync"] => return Ok(Next::Warp),
             ["shfl" | "vote" | "match" | "mma" | "ldmatrix", "sync" | "any" | "all", ..]
             | ["wgmma", ..]
             | ["activemask", "b32"] => return Ok(Next::Warp),
@@ -429,12 +505,17 @@ impl Run<'_> {
                     let Operand::Register(to) = operand else { return Err("where to?".to_owned()) };
                     item.registers[*to] = self.load(item, space(rest), address + (n * len) as u64, len)?;
                 }
-                return Ok(next);
+                return Ok(if rest.contains(&"volatile") { Next::Yield(item.at + 1) } else { next });
             }
             ["ld", rest @ .., ty] => {
                 let len = type_bytes(ty).ok_or("of which type?")?;
                 let address = self.address(item, &operands[1])?;
                 let bits = self.load(item, space(rest), address, len)?;
+                if rest.contains(&"volatile") {
+                    let Some(Operand::Register(to)) = operands.first() else { return Err("where to?".to_owned()) };
+                    item.registers[*to] = bits;
+                    return Ok(Next::Yield(item.at + 1));
+                }
                 match *ty {
                     "s8" => i64::from(bits as u8 as i8) as u64,
                     "s16" => i64::from(bits as u16 as i16) as u64,
@@ -541,6 +622,8 @@ fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
             from_single(if power.is_subnormal() { 0.0 } else { power })
         }
         ["mul", "lo", "s64"] => at(0)?.wrapping_mul(at(1)?),
+        ["mul", "hi", "u64"] => (u128::from(at(0)?) * u128::from(at(1)?) >> 64) as u64,
+        ["not", "b32"] => low(!at(0)?),
         ["mad", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?).wrapping_add(at(2)?)),
         ["neg", "s32"] => low(at(0)?.wrapping_neg()),
         ["neg", "s64"] => at(0)?.wrapping_neg(),

@@ -143,7 +143,7 @@ impl PtxUnit {
             return Some(Operand::Memory(Box::new(self.operand(base)?), offset));
         }
         if let Some(name) = text.strip_prefix('%') {
-            let is_special = ["%tid.", "%ctaid.", "%ntid.", "%nctaid.", "%globaltimer", "%laneid"]
+            let is_special = ["%tid.", "%ctaid.", "%ntid.", "%nctaid.", "%globaltimer", "%clock64", "%laneid"]
                 .iter()
                 .any(|s| text.starts_with(s));
             return Some(if is_special {

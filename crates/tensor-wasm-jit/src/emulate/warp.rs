@@ -72,7 +72,7 @@ impl Run<'_> {
             }
             let instruction = unit.instructions.get(warp[first].at).ok_or("it ran past its end")?;
             let name = instruction.opcode.first().map_or("", String::as_str);
-            if !matches!(name, "shfl" | "vote" | "match" | "activemask") {
+            if !matches!(name, "shfl" | "vote" | "match" | "activemask" | "bar") {
                 continue;
             }
             is_any = true;
@@ -132,6 +132,10 @@ impl Run<'_> {
         for (lane, item) in warp.iter_mut().enumerate().filter(|(lane, _)| is_here(*lane)) {
             let instruction = unit.instructions.get(item.at).ok_or("it ran past its end")?;
             let opcode: Vec<&str> = instruction.opcode.iter().map(String::as_str).collect();
+            if opcode.first() == Some(&"bar") {
+                (item.at, item.stands) = (item.at + 1, Stands::Goes);
+                continue;
+            }
             let lanes_where = |holds: &dyn Fn(usize) -> bool| {
                 (0..WARP).filter(|lane| is_here(*lane) && holds(*lane)).fold(0_u32, |all, lane| all | 1 << lane)
             };

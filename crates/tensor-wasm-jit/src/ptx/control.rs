@@ -116,6 +116,9 @@ impl PtxEmitter<'_> {
     /// time that anybody saw: a maximum over its number and the complement of the time, so that nothing has to be reset
     /// between launches.
     pub(super) fn poll(&mut self) {
+        if self.handler.is_some() {
+            return self.handler_poll();
+        }
         let (now, packed, seen, stop) = (self.b64(), self.b64(), self.b64(), self.b64());
         let (t, late, lane, leader, q) = (self.b32(), self.b32(), self.b32(), self.b32(), self.pred());
         self.asides += 1;

@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::fmt::Write as _;
 
-use super::{FUEL, PtxEmitter, UnfencedCopy, space};
+use super::{FUEL, PtxEmitter, UnfencedCopy};
 use crate::ir::{Reg, Region, low_half};
 use crate::legalize::Candidate;
 use crate::loops::{self, CountedLoop, InductionPointer, Stride};
@@ -39,7 +39,7 @@ impl PtxEmitter<'_> {
                 continue;
             }
             let (name, step) = self.pointer(&counted, pointer, &ok, &rounds);
-            pointers.insert(pointer.address, (space(pointer.region), name.clone(), pointer.low));
+            pointers.insert(pointer.address, (self.space(pointer.region), name.clone(), pointer.low));
             steps.push((name, step));
         }
         let label = counted.label.0;

@@ -4,7 +4,7 @@
 
 use std::fmt::Write as _;
 
-use super::{FencedAddress, LIMITS_MAX, PtxEmitter, RegionLimit, load_type, scope, space};
+use super::{FencedAddress, LIMITS_MAX, PtxEmitter, RegionLimit, load_type, scope};
 use crate::groups::{GroupMember, VectorPart};
 use crate::ir::{Access, Address, Reg, Region, Rmw, Site, TrapKind, Ty};
 use crate::legalize::{Candidate, Lookup};
@@ -38,7 +38,7 @@ impl PtxEmitter<'_> {
         let (wide, base) = (self.b64(), self.reg(beyond.unwrap_or(base)));
         put!(self, "cvt.u64.u32 {wide}, {base};");
         put!(self, "add.s64 {wide}, {wide}, {from};");
-        FencedAddress { space: space(region), address: format!("{wide}+{offset}") }
+        FencedAddress { space: self.space(region), address: format!("{wide}+{offset}") }
     }
 
     /// An access that was looked at before its loop began.
@@ -83,9 +83,9 @@ impl PtxEmitter<'_> {
     fn clamped_from(&mut self, at: Address, low: i32, bytes: u32, multiple: u32, site: Site) -> FencedAddress {
         let region = at.region;
         let (space, start, size) = match region {
-            Region::Window(n) | Region::SmallWindow(n) => (space(region), format!("%window{n}"), u32::MAX),
-            Region::Stack => (space(region), "%stack".to_owned(), self.body.stack_bytes),
-            Region::Shared | Region::Any => (space(region), "%shared".to_owned(), self.body.shared_bytes),
+            Region::Window(n) | Region::SmallWindow(n) => (self.space(region), format!("%window{n}"), u32::MAX),
+            Region::Stack => (self.space(region), "%stack".to_owned(), self.body.stack_bytes),
+            Region::Shared | Region::Any => (self.space(region), "%shared".to_owned(), self.body.shared_bytes),
         };
         if size < bytes {
             // Nothing so large fits; what follows is never reached.
@@ -161,7 +161,10 @@ impl PtxEmitter<'_> {
     /// Where a region starts, its size, and a generic pointer to it.
     fn extent(&self, candidate: Candidate) -> (String, String, String) {
         let pointer = match candidate {
-            Candidate::Window(n) => return (format!("%start{n}"), format!("%size{n}"), format!("%window{n}")),
+            Candidate::Window(n) => {
+                let pointer = if self.handler.is_some() { "%gwindow" } else { "%window" };
+                return (format!("%start{n}"), format!("%size{n}"), format!("{pointer}{n}"));
+            }
             Candidate::Shared => "%gshared",
             Candidate::Stack => "%gstack",
             Candidate::Data => "%gdata",

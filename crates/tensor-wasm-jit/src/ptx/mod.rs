@@ -10,7 +10,8 @@
 //! - Items of a subgroup agree on who does something together before they do it, unless all are there (`subgroups.rs`).
 //! - A trap writes one record for the launch and ends the work item.
 //!
-//! A kernel that a host built and vouches for has none of this: its windows are addresses, and that is all.
+//! A kernel that a host built and vouches for has none of this: its windows are addresses, and that is all. A handler
+//! of an actor is fenced too, inside of a lane that calls it once per message (`actor.rs`).
 
 /// Writes a line of PTX.
 macro_rules! put {
@@ -21,6 +22,7 @@ macro_rules! put {
     }};
 }
 
+mod actor;
 mod control;
 mod counted;
 mod gpu;
@@ -31,7 +33,8 @@ mod table;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write as _;
 
-use table::{binary, math, unary};
+use self::actor::Handler;
+use self::table::{binary, math, unary};
 
 use crate::assemble::{OPS_MAX, SHARED_BYTES_MAX};
 use crate::facts::Facts;
@@ -120,6 +123,8 @@ struct PtxEmitter<'b> {
     at: usize,
     /// The operation before which the work item looks whether the launch was stopped.
     look_before: usize,
+    /// It is called by a lane, once per message.
+    handler: Option<Handler>,
 }
 
 /// Kinds of registers that belong to no register of the kernel: their prefix and their type.
@@ -127,12 +132,23 @@ const TEMPS: [(&str, &str); 7] =
     [("%t", ".b32"), ("%u", ".b64"), ("%x", ".f32"), ("%y", ".f64"), ("%q", ".pred"), ("%w", ".b32"), ("%h", ".b16")];
 
 pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
-    let Legal { body, facts, windows, .. } = legal;
     if legal.is_trusted {
         check_trusted(legal)?;
     } else {
-        check_fenced(body)?;
+        check_fenced(&legal.body)?;
     }
+    emit_for(legal, None)
+}
+
+/// A handler with its lane around it, called by so many work items together.
+pub(crate) fn emit_actor(legal: &Legal, items: u32) -> Result<KernelImage, Refusal> {
+    check_fenced(&legal.body)?;
+    actor::check_handler(&legal.body)?;
+    emit_for(legal, Some(Handler { items }))
+}
+
+fn emit_for(legal: &Legal, handler: Option<Handler>) -> Result<KernelImage, Refusal> {
+    let Legal { body, facts, windows, .. } = legal;
     let mut emitter = PtxEmitter {
         legal,
         body,
@@ -158,7 +174,9 @@ pub(crate) fn emit(legal: &Legal) -> Result<KernelImage, Refusal> {
         checked: HashMap::new(),
         checks: 0,
         at: 0,
-        look_before: look_before(legal),
+        // A message is begun or not; nobody calls it back.
+        look_before: if handler.is_some() { body.ops.len() } else { look_before(legal) },
+        handler,
     };
     emitter.operations();
     let needed = |n: usize| {
@@ -285,6 +303,17 @@ fn look_before(legal: &Legal) -> usize {
 }
 
 impl PtxEmitter<'_> {
+    /// The state space of a region. What is looked up has none: its address is generic.
+    fn space(&self, region: Region) -> &'static str {
+        match region {
+            Region::Window(n) | Region::SmallWindow(n) if self.handler.is_some() && n > 0 => ".shared",
+            Region::Window(_) | Region::SmallWindow(_) => ".global",
+            Region::Stack => ".local",
+            Region::Shared => ".shared",
+            Region::Any => "",
+        }
+    }
+
     fn temp(&mut self, kind: usize) -> String {
         self.temps[kind] += 1;
         format!("{}{}", TEMPS[kind].0, self.temps[kind] - 1)
@@ -422,7 +451,10 @@ impl PtxEmitter<'_> {
             }
             Op::Id { id, to, axis } => {
                 let to = self.reg(*to);
-                self.id(*id, &to, *axis);
+                match self.handler {
+                    Some(handler) => self.handler_id(handler, *id, &to, *axis),
+                    None => self.id(*id, &to, *axis),
+                }
             }
             Op::Shared { to } => {
                 let to = self.reg(*to);
@@ -431,7 +463,9 @@ impl PtxEmitter<'_> {
             }
             Op::Barrier { .. } => {
                 self.check_limits();
-                if self.body.has_subgroups() {
+                if let Some(handler) = self.handler {
+                    self.handler_barrier(handler);
+                } else if self.body.has_subgroups() {
                     self.barrier_among_subgroups();
                 } else {
                     put!(self, "barrier.sync 0;");
@@ -516,7 +550,7 @@ impl PtxEmitter<'_> {
             Op::BranchTable { index, labels } => self.branch_table(n, *index, labels),
             Op::Return => {
                 self.check_limits();
-                put!(self, "ret;");
+                put!(self, "{}", if self.handler.is_some() { "bra DONE;" } else { "ret;" });
             }
         }
     }
@@ -601,12 +635,20 @@ impl PtxEmitter<'_> {
         let body = self.body;
         let code = std::mem::take(&mut self.out);
         let asides = std::mem::take(&mut self.aside);
-        self.prologue();
+        match self.handler {
+            Some(handler) => self.handler_prologue(handler),
+            None => self.prologue(),
+        }
         let prologue = std::mem::take(&mut self.out);
         let check = self.check_text();
         self.epilogue();
         let epilogue = std::mem::take(&mut self.out);
-        let mut text = String::with_capacity(code.len() * 2);
+        let whole = prologue + &code.replace("\tCHECK;\n", &check) + &asides.replace("\tCHECK;\n", &check) + &epilogue;
+        let whole = match self.handler {
+            Some(handler) => self.lane_around(handler, &whole),
+            None => whole,
+        };
+        let mut text = String::with_capacity(whole.len() + whole.len() / 4);
         let _ = writeln!(text, "// {}", body.name.escape_default());
         let _ = writeln!(text, "{}\n.address_size 64\n", target(body).header());
         if is_dynamic(body) {
@@ -619,15 +661,15 @@ impl PtxEmitter<'_> {
         }
         let _ = writeln!(text, ".visible .entry {}(\n{}\n)\n{{", entry_name(&body.name), self.param_list());
         self.declarations(&mut text);
-        text.push_str(&prologue);
-        text.push_str(&code.replace("\tCHECK;\n", &check));
-        text.push_str(&asides.replace("\tCHECK;\n", &check));
-        text.push_str(&epilogue);
+        text.push_str(&whole);
         text.push_str("}\n");
         text
     }
 
     fn param_list(&self) -> String {
+        if self.handler.is_some() {
+            return Self::executor_params();
+        }
         let mut params = Vec::new();
         for (n, (reg, is_window)) in self.body.params.iter().zip(self.windows).enumerate() {
             if *is_window && self.legal.is_trusted {
@@ -649,8 +691,9 @@ impl PtxEmitter<'_> {
 
     fn declarations(&self, text: &mut String) {
         let body = self.body;
-        if body.shared_bytes > 0 && !is_dynamic(body) {
-            let _ = writeln!(text, "\t.shared .align 16 .b8 shared[{}];", body.shared_bytes.next_multiple_of(16));
+        let shared_bytes = if self.handler.is_some() { self.actor_shared_bytes() } else { body.shared_bytes };
+        if shared_bytes > 0 && !is_dynamic(body) {
+            let _ = writeln!(text, "\t.shared .align 16 .b8 shared[{}];", shared_bytes.next_multiple_of(16));
         }
         if body.stack_bytes > 0 {
             let _ = writeln!(text, "\t.local .align 16 .b8 stack[{}];", body.stack_bytes);
@@ -670,6 +713,9 @@ impl PtxEmitter<'_> {
             "\t.reg .b64 %control, %record, %launch, %stop, %stack, %shared, %gstack, %gshared, %gdata;"
         );
         let _ = writeln!(text, "\t.reg .b32 %fuel, %budget, %kind, %site, %which;");
+        if self.handler.is_some() {
+            let _ = writeln!(text, "\t.reg .b64 %gwindow<{windows}>;");
+        }
     }
 
     fn prologue(&mut self) {
@@ -743,24 +789,10 @@ impl PtxEmitter<'_> {
 
     /// Shared memory and the stack hold what an earlier launch left there, anybody's: they begin as zeros.
     fn zero(&mut self) {
-        let body = self.body;
-        if body.stack_bytes == 0 && body.shared_bytes == 0 {
-            return;
-        }
-        let (at, q) = (self.b64(), self.pred());
-        if body.stack_bytes > 0 {
-            put!(self, "mov.b64 {at}, 0;");
-            let _ = writeln!(self.out, "ZERO_STACK:");
-            let here = self.b64();
-            put!(self, "add.s64 {here}, {at}, %stack;");
-            put!(self, "st.local.u64 [{here}], 0;");
-            put!(self, "add.s64 {at}, {at}, 8;");
-            put!(self, "setp.lt.u64 {q}, {at}, {};", body.stack_bytes);
-            put!(self, "@{q} bra ZERO_STACK;");
-        }
-        if body.shared_bytes > 0 {
+        self.zero_stack();
+        if self.body.shared_bytes > 0 {
             // The items of a group share the work.
-            let (number, count, part, here, step) = (self.b32(), self.b32(), self.b32(), self.b64(), self.b64());
+            let (number, count, part, at, step) = (self.b32(), self.b32(), self.b32(), self.b64(), self.b64());
             put!(self, "mov.u32 {number}, %tid.z;");
             put!(self, "mov.u32 {count}, %ntid.z;");
             for axis in ['y', 'x'] {
@@ -772,17 +804,38 @@ impl PtxEmitter<'_> {
             }
             put!(self, "mul.wide.u32 {at}, {number}, 8;");
             put!(self, "mul.wide.u32 {step}, {count}, 8;");
-            put!(self, "setp.lt.u64 {q}, {at}, {};", body.shared_bytes);
-            put!(self, "@!{q} bra ZEROED;");
-            let _ = writeln!(self.out, "ZERO_SHARED:");
-            put!(self, "add.s64 {here}, {at}, %shared;");
-            put!(self, "st.shared.u64 [{here}], 0;");
-            put!(self, "add.s64 {at}, {at}, {step};");
-            put!(self, "setp.lt.u64 {q}, {at}, {};", body.shared_bytes);
-            put!(self, "@{q} bra ZERO_SHARED;");
-            let _ = writeln!(self.out, "ZEROED:");
+            self.zero_shared(&at, &step);
             put!(self, "barrier.sync 0;");
         }
+    }
+
+    fn zero_stack(&mut self) {
+        let bytes = self.body.stack_bytes;
+        if bytes == 0 {
+            return;
+        }
+        let (at, here, q) = (self.b64(), self.b64(), self.pred());
+        put!(self, "mov.b64 {at}, 0;");
+        let _ = writeln!(self.out, "ZERO_STACK:");
+        put!(self, "add.s64 {here}, {at}, %stack;");
+        put!(self, "st.local.u64 [{here}], 0;");
+        put!(self, "add.s64 {at}, {at}, 8;");
+        put!(self, "setp.lt.u64 {q}, {at}, {bytes};");
+        put!(self, "@{q} bra ZERO_STACK;");
+    }
+
+    /// The part of the group's shared memory that is this item's: from an offset on, in steps.
+    fn zero_shared(&mut self, at: &str, step: &str) {
+        let (here, q, bytes) = (self.b64(), self.pred(), self.body.shared_bytes);
+        put!(self, "setp.lt.u64 {q}, {at}, {bytes};");
+        put!(self, "@!{q} bra ZEROED;");
+        let _ = writeln!(self.out, "ZERO_SHARED:");
+        put!(self, "add.s64 {here}, {at}, %shared;");
+        put!(self, "st.shared.u64 [{here}], 0;");
+        put!(self, "add.s64 {at}, {at}, {step};");
+        put!(self, "setp.lt.u64 {q}, {at}, {bytes};");
+        put!(self, "@{q} bra ZERO_SHARED;");
+        let _ = writeln!(self.out, "ZEROED:");
     }
 
     fn set_limit(&mut self, n: usize) {
@@ -884,6 +937,9 @@ impl PtxEmitter<'_> {
             put!(self, "bra TRAP;");
         }
         let _ = writeln!(self.out, "TRAP:");
+        if self.handler.is_some() {
+            return self.handler_trap();
+        }
         let (old, q, part) = (self.b64(), self.pred(), self.b32());
         // Only the first writes the record; everybody is told to stop.
         put!(self, "atom.relaxed.gpu.global.exch.b64 {old}, [%control+{}], %launch;", CONTROL.trapped);
@@ -928,16 +984,6 @@ fn float_text(ty: Ty, value: f64) -> String {
         Ty::I64 | Ty::F64 => format!("0d{:016X}", value.to_bits()),
         #[expect(clippy::cast_possible_truncation, reason = "a power of two, or next to one, as f32 has them")]
         Ty::I32 | Ty::F32 => format!("0f{:08X}", (value as f32).to_bits()),
-    }
-}
-
-/// The state space of a region. What is looked up has none: its address is generic.
-fn space(region: Region) -> &'static str {
-    match region {
-        Region::Window(_) | Region::SmallWindow(_) => ".global",
-        Region::Stack => ".local",
-        Region::Shared => ".shared",
-        Region::Any => "",
     }
 }
 

@@ -4,9 +4,11 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use parking_lot::RwLock;
 
+use crate::device::region::SharedWords;
 use crate::slab::Slab;
 
 /// The memory of a CPU device: everything that was reserved, and the slab. All of it is mapped shared, so that it can
@@ -58,6 +60,19 @@ impl HostMemory {
     pub fn is_slab(&self, address: u64) -> bool {
         let start = self.slab.address(0) as u64;
         (start..start + self.slab.len() as u64).contains(&address)
+    }
+
+    /// Words of the slab at an address, for a kernel that stays and shares them with the server; none if they do not
+    /// all lie there, or not where words do.
+    pub fn slab_words(&self, address: u64, count: usize) -> Option<SharedWords> {
+        let offset = address.checked_sub(self.slab.address(0) as u64)?;
+        let end = u64::try_from(count).ok()?.checked_mul(8)?.checked_add(offset)?;
+        if count == 0 || !offset.is_multiple_of(8) || end > self.slab.len() as u64 {
+            return None;
+        }
+        // SAFETY: inside the mapping and aligned by the lines above; the mapping begins at a page.
+        let first = unsafe { &*self.slab.address(offset).cast::<AtomicU64>() };
+        Some(SharedWords::new(self.slab.clone(), first, count))
     }
 
     /// Copies bytes out; false if there is no such memory.
