@@ -38,8 +38,8 @@ pub const VERDICT_REFUSED: u32 = u32::MAX;
 /// A word of an outbox in which the lane says how many bytes of state the actor has.
 pub const OUTBOX_STATE_BYTES: u32 = 8;
 
-/// How a handler failed, in a refusal: it overran its deadline, it sent what cannot be sent, what it says itself, or the
-/// number of a [`TrapKind`](crate::TrapKind) behind so many others.
+/// How a handler failed, in a refusal: it overran its deadline, it sent what cannot be sent, what it says itself, or
+/// the number of a [`TrapKind`](crate::TrapKind) behind so many others.
 pub const TRAP_DEADLINE: u32 = 1;
 pub const TRAP_BAD_OUTBOX: u32 = 3;
 pub const TRAPS_FROM: u32 = 16;

@@ -253,8 +253,10 @@ fn specification(tree: &Tree) -> Vec<String> {
                 complaints.push(format!("no test {word}"));
             }
             named.insert((file, name.to_owned()));
-        } else if let Some(case) = word.strip_prefix("conformance::") {
-            let suite = tree.files.get("crates/tensor-wasm-gpu/tests/conformance.rs");
+        } else if let Some((suite, case)) = word.split_once("::").filter(|(s, _)| ["conformance", "actors"].contains(s))
+        {
+            let of = if suite == "actors" { "ring" } else { "gpu" };
+            let suite = tree.files.get(&format!("crates/tensor-wasm-{of}/tests/conformance.rs"));
             if !suite.is_some_and(|text| text.contains(&format!("(\"{case}\", "))) {
                 complaints.push(format!("no case {word}"));
             }
@@ -272,7 +274,7 @@ fn specification(tree: &Tree) -> Vec<String> {
             }
         } else if let Some((crate_name, rest)) = word
             .split_once("::")
-            .filter(|(c, _)| ["exec", "api", "gpu", "jit", "launch", "tensor", "cli", "xtask"].contains(c))
+            .filter(|(c, _)| ["exec", "api", "gpu", "jit", "launch", "ring", "tensor", "cli", "xtask"].contains(c))
         {
             let (path, name) = rest.rsplit_once("::").unwrap_or(("", rest));
             let folder =

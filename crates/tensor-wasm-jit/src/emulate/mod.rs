@@ -622,7 +622,7 @@ fn compute(opcode: &[&str], v: &[u64]) -> Option<u64> {
             from_single(if power.is_subnormal() { 0.0 } else { power })
         }
         ["mul", "lo", "s64"] => at(0)?.wrapping_mul(at(1)?),
-        ["mul", "hi", "u64"] => (u128::from(at(0)?) * u128::from(at(1)?) >> 64) as u64,
+        ["mul", "hi", "u64"] => ((u128::from(at(0)?) * u128::from(at(1)?)) >> 64) as u64,
         ["not", "b32"] => low(!at(0)?),
         ["mad", "lo", "s32"] => low(at(0)?.wrapping_mul(at(1)?).wrapping_add(at(2)?)),
         ["neg", "s32"] => low(at(0)?.wrapping_neg()),

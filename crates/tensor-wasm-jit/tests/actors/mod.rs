@@ -1,5 +1,5 @@
-//! Executors of actors in the emulator: a lane's PTX on one side, a host that feeds its mailbox and takes its replies on
-//! the other, in memory that both see.
+//! Executors of actors in the emulator: a lane's PTX on one side, a host that feeds its mailbox and takes its replies
+//! on the other, in memory that both see.
 
 use std::collections::HashMap;
 use std::sync::Arc;
