@@ -20,8 +20,8 @@ use crate::message::{
     ActorFault, ActorState, CONTROL, Control, FAULT, Message, REFERENCE, REPLY, Reason, TrapKind, URGENT,
 };
 
-/// Messages between actors that wait for a lane. One more goes back.
-const INBOX_SLOTS: u32 = 1024;
+/// Messages between actors that wait for a lane: 1 MiB of the device's memory for each. One more goes back.
+const INBOX_SLOTS: u32 = 8192;
 
 /// What an actor's state begins at a multiple of.
 const STATE_ALIGN: u32 = 16;

@@ -330,10 +330,11 @@ fn chain(width: u32, times: u32) -> Value {
 fn a_plan_ends_with_its_call() {
     for device in devices() {
         let server = server("[limits]\ngpu_memory_bytes_max = 8589934592\n", device);
-        // Enough for minutes on a CPU, and for seconds on a GPU; more than a second, of which the estimate knows less
-        // than half; and what is known not to be done in a tenth of a second before it begins.
+        // Enough for minutes on a CPU of two cores, and for seconds on a GPU; more than a second, of which the estimate
+        // knows less than half; and what is known not to be done in a tenth of a second before it begins.
+        let cores = std::thread::available_parallelism().map_or(2, |cores| cores.get() as u32).max(2);
         let (long, short, hopeless) = match device {
-            "cpu" => (chain(1024, 1500), chain(1024, 60), chain(4096, 400)),
+            "cpu" => (chain(1024, 750 * cores), chain(1024, 30 * cores), chain(4096, 400)),
             _ => (chain(8192, 400), chain(8192, 150), chain(8192, 300)),
         };
         let mut kept = 0.0;

@@ -117,7 +117,6 @@ impl Executor {
         let shape = shape(inner.take_number()?, behaviour, image.state_bytes_min, options)?;
         let module = block_on(inner.tenant.load(&image.image))?;
         let kernel = block_on(inner.tenant.kernel(&module, &image.kernel))?;
-        let memory = LaneMemory::new(&inner.tenant, &image, &shape)?;
         let (shared, span_address, bell_address) = {
             let mut lease = inner.lease.lock();
             if lease.worker != inner.device.restarts() {
@@ -138,6 +137,7 @@ impl Executor {
         // From here on, dropping it gives back what it has.
         let executor = Executor { shared: shared.clone(), inner: inner.clone(), port: port.clone() };
         let grid = Grid { blocks: [shape.lanes, 1, 1], threads: [image.threads, 1, 1], shared_bytes: 0 };
+        let memory = LaneMemory::new(&inner.tenant, &image, &shape)?;
         let params = memory.params(&shape, [span_address, shared.room.bytes, bell_address]);
         let resident = inner.tenant.resident(&kernel, grid, &params)?;
         *shared.resident.lock() = Some((resident, memory));
