@@ -70,7 +70,8 @@ pub struct LaunchStream {
     pub(crate) last: Arc<Mutex<Option<LastLaunch>>>,
 }
 
-/// A kernel as it was launched, and for which worker.
+/// A kernel as it was launched, and for which worker. It keeps both, so a tenant has at most one more kernel loaded for
+/// each of its streams than it has otherwise, and lets go of a lost worker's memory with its next launch.
 #[derive(Clone)]
 pub(crate) struct LastLaunch {
     context: Arc<LaunchContext>,

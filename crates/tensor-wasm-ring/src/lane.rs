@@ -121,6 +121,8 @@ pub(crate) struct Lane<'e> {
     control: span::Control,
     actors: Vec<LaneActor>,
     out: Outgoing,
+    /// What actors were sent while they were paused that go on, or have ended: before anything else.
+    resumed: VecDeque<Message>,
     outbox: Outbox,
     clock: HybridClock,
     /// The same moment, on the clock that only goes on and on the wall's.
@@ -171,6 +173,7 @@ impl<'e> Lane<'e> {
                     own: VecDeque::new(),
                     has_told_host: true,
                 },
+                resumed: VecDeque::new(),
                 outbox: Outbox::new(),
                 clock: HybridClock::default(),
                 anchor: (now, clock::wall()),
@@ -219,6 +222,7 @@ impl<'e> Lane<'e> {
         // What other lanes sent is taken in any case, so that they need not wait for the host.
         let mut taken = 0;
         while taken < BATCH
+            && self.out.to_host.len() < WAITING_MAX
             && let Some(chunks) = self.from_peers.receive()
         {
             taken += 1;
@@ -229,11 +233,16 @@ impl<'e> Lane<'e> {
             is_busy = true;
         }
         if !self.out.is_waiting_for_host() {
-            self.now = if is_busy || !self.out.own.is_empty() { Instant::now() } else { self.now };
+            let has_own = !self.resumed.is_empty() || !self.out.own.is_empty();
+            self.now = if is_busy || has_own { Instant::now() } else { self.now };
+            let has_resumed = !self.resumed.is_empty();
             for _ in 0..BATCH {
-                let Some(message) = self.out.own.pop_front() else { break };
+                let Some(message) = self.resumed.pop_front().or_else(|| self.out.own.pop_front()) else { break };
                 is_busy = true;
                 self.take(message);
+            }
+            if has_resumed && self.resumed.is_empty() {
+                self.mailbox.release(self.control.mailbox_taken());
             }
             is_busy |= self.take_mail();
         }
@@ -246,7 +255,7 @@ impl<'e> Lane<'e> {
     fn take_mail(&mut self) -> bool {
         let mut taken = 0;
         // One that waits for a peer goes on with what peers sent it, and with nothing new.
-        while taken < BATCH && !self.out.is_waiting() {
+        while taken < BATCH && !self.out.is_waiting() && self.resumed.is_empty() {
             let Some(chunks) = self.mailbox.receive() else { break };
             if taken == 0 {
                 self.now = Instant::now();
@@ -255,7 +264,10 @@ impl<'e> Lane<'e> {
             self.take(message(chunks));
         }
         if taken > 0 {
-            self.mailbox.release(self.control.mailbox_taken());
+            // What was held is not handled before it is.
+            if self.resumed.is_empty() {
+                self.mailbox.release(self.control.mailbox_taken());
+            }
             if self.torn_since.take().is_some() {
                 self.control.torn().store(0, Ordering::Release);
             }
@@ -286,6 +298,9 @@ impl<'e> Lane<'e> {
     }
 
     fn take(&mut self, message: Message) {
+        // A handler may take almost as long as a lane may be silent.
+        let beats = self.control.beats();
+        beats.store(beats.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         if message.payload().is_none() {
             return self.give_back(&message, Reason::Malformed, None);
         }
@@ -482,8 +497,9 @@ impl<'e> Lane<'e> {
         let wall = self.wall();
         reply.clock = self.clock.tick(wall);
         self.out.post(reply);
-        // By the state that it has now: handled after a pause, given back after the end.
-        left.into_iter().for_each(|held| self.take(held));
+        // By the state that it has now: handled after a pause, given back after the end. One after the other, like
+        // all else: each beats, and needs room for what comes of it.
+        self.resumed.extend(left);
     }
 }
 

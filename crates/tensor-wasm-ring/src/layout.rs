@@ -50,6 +50,10 @@ pub const STATE_BYTES_MAX: u32 = 1 << 24;
 /// State of all actors of an executor together: what a worker can be asked for without a thought for what it has.
 pub const STATE_TOTAL_BYTES_MAX: u64 = 1 << 30;
 
+/// A handler may take this long at most: a lane that handles one neither beats nor makes way, and what watches it takes
+/// it for dead after two seconds.
+pub(crate) const HANDLER_NS_MAX: u64 = 1_000_000_000;
+
 /// Bits of an address that say which actor of an executor, or which port of the host.
 pub(crate) const INDEX_BITS: u32 = 24;
 
@@ -196,6 +200,9 @@ impl Shape {
         within("actors", self.actors, 1, ACTORS_MAX)?;
         within("lanes", self.lanes, 1, LANES_MAX.min(self.actors))?;
         within("bytes of state", self.state_bytes, 0, STATE_BYTES_MAX)?;
+        if self.handler_ns > HANDLER_NS_MAX {
+            return Err(format!("a handler of {} ns, and {HANDLER_NS_MAX} are possible", self.handler_ns));
+        }
         let total = u64::from(self.actors) * u64::from(self.state_bytes);
         if total > STATE_TOTAL_BYTES_MAX {
             return Err(format!("{total} bytes of state for all actors, and {STATE_TOTAL_BYTES_MAX} are possible"));
@@ -386,6 +393,7 @@ mod tests {
             Shape { reply_slots: 24, ..shape() },
             Shape { mailbox_slots: 1 << 17, ..shape() },
             Shape { state_bytes: u32::MAX, ..shape() },
+            Shape { handler_ns: HANDLER_NS_MAX + 1, ..shape() },
             Shape { state_bytes: 1 << 20, actors: 1 << 20, ..shape() },
         ] {
             assert!(bad.check().is_err(), "{bad:?}");

@@ -21,6 +21,9 @@ const QUEUE_MESSAGES: u32 = 16;
 /// A poller beats once in so many looks, each about a microsecond long. A power of two.
 const POLLS_PER_BEAT: u32 = 64;
 
+/// A poller looks at the clock once in so many looks. A power of two.
+const POLLS_PER_LOOK: u32 = 8;
+
 /// A poller that found nothing so often, for some milliseconds, sleeps this long between two looks: it costs less
 /// power, and the first message a little more.
 const POLLS_BEFORE_SLEEP: u32 = 4096;
@@ -55,7 +58,8 @@ mod area {
     const _: () = assert!(actor::OUTBOX_BYTES.is_multiple_of(16) && PLACE.is_multiple_of(8));
 }
 
-const _: () = assert!(QUEUE_MESSAGES.is_power_of_two() && POLLS_PER_BEAT.is_power_of_two());
+const _: () =
+    assert!(QUEUE_MESSAGES.is_power_of_two() && POLLS_PER_BEAT.is_power_of_two() && POLLS_PER_LOOK.is_power_of_two());
 
 /// What a handler is compiled for.
 #[derive(Debug, Clone, Copy)]
@@ -305,6 +309,7 @@ impl PtxEmitter<'_> {
             "gather" => Some(gather.clone()),
             "handshake_words" => Some(handshake.trim_end().to_owned()),
             "beat_mask" => Some((POLLS_PER_BEAT - 1).to_string()),
+            "clock_mask" => Some((POLLS_PER_LOOK - 1).to_string()),
             "polls_before_sleep" => Some(POLLS_BEFORE_SLEEP.to_string()),
             "verdict_refused" => Some(actor::VERDICT_REFUSED.cast_signed().to_string()),
             "sleep_nanos" => Some(SLEEP_NANOS.to_string()),

@@ -1,5 +1,6 @@
 //! Spin: keeps its lane busy for as long as a [`Work`] says and sends it back. A load to measure with, and a handler
-//! that overruns its deadline when told to. On a GPU, whose kernels have no clock, it counts, and takes about as long. No state.
+//! that overruns its deadline when told to. On a GPU, whose kernels have no clock, it counts, and takes about as long.
+//! No state.
 
 use std::time::Duration;
 

@@ -7,7 +7,7 @@
     (if (i32.ne (i32.and (i32.load offset=28 (local.get $message)) (i32.const 0xff06ffff)) (i32.const 0x04000001)) (then
       (i32.store offset=4 (local.get $outbox) (i32.const -1))
       (return)))
-    (local.set $rounds (i64.mul (i64.load32_u offset=32 (local.get $message)) (i64.const 30)))
+    (local.set $rounds (i64.mul (i64.load32_u offset=32 (local.get $message)) (i64.const 12)))
     (block $done (loop $again
       (br_if $done (i64.eqz (local.get $rounds)))
       (local.set $x (i32.add (i32.mul (local.get $x) (i32.const 1664525)) (i32.wrap_i64 (local.get $rounds))))

@@ -163,7 +163,7 @@ impl Executor {
     }
 
     fn activate_all(&self) -> Result<(), ActorError> {
-        let port = Inner::open_port(&self.inner)?;
+        let port = Inner::open_port(&self.inner, true)?;
         let actors = self.shared.shape().actors;
         for index in 0..actors {
             let mut message = Message { kind: Control::Activate as u16, flags: CONTROL, ..Message::EMPTY };

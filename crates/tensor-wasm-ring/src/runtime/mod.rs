@@ -119,7 +119,8 @@ impl Builder {
             thread: OnceLock::new(),
         });
         let thread = replies::start(&inner)?;
-        let port = Arc::new(Inner::open_port(&inner)?);
+        // Its handles are for calls and for what needs no answer.
+        let port = Arc::new(Inner::open_port(&inner, false)?);
         Ok(Runtime { inner, port, thread: Some(thread) })
     }
 }
@@ -191,7 +192,7 @@ impl Runtime {
 
     /// A port of one's own. Messages of one port to one actor are handled in the order in which it sent them.
     pub fn port(&self) -> Result<Port, ActorError> {
-        Inner::open_port(&self.inner)
+        Inner::open_port(&self.inner, true)
     }
 
     pub fn device(&self) -> &Device {

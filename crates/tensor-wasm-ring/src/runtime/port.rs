@@ -34,6 +34,7 @@ pub struct Port {
 
 pub(crate) struct PortShared {
     pub(super) address: Address,
+    is_read: bool,
     sequence: AtomicU32,
     clock: Mutex<HybridClock>,
     state: Mutex<PortState>,
@@ -55,7 +56,8 @@ struct CallSlot {
 }
 
 impl Inner {
-    pub(super) fn open_port(inner: &Arc<Inner>) -> Result<Port, ActorError> {
+    /// `is_read` is whether anybody can read what comes for it and was not waited for.
+    pub(super) fn open_port(inner: &Arc<Inner>, is_read: bool) -> Result<Port, ActorError> {
         let mut ports = inner.ports.write();
         if ports.len() >= PORTS_MAX {
             return Err(ActorError::TooMany { what: "ports", max: PORTS_MAX });
@@ -70,6 +72,7 @@ impl Inner {
         };
         let shared = Arc::new(PortShared {
             address: Address::port(number),
+            is_read,
             sequence: AtomicU32::new(0),
             clock: Mutex::default(),
             state: Mutex::default(),
@@ -215,18 +218,25 @@ impl PortShared {
         found
     }
 
-    /// A message has come.
-    pub(super) fn deliver(&self, message: Message, wall: Duration) {
+    /// A message has come. It is returned if nobody will read it here, or if actors have sent more of their own accord
+    /// than is kept; answers are as many as the port has sent messages, which is bounded where it sends.
+    pub(super) fn deliver(&self, message: Message, wall: Duration) -> Option<Message> {
         self.clock.lock().observe(message.clock, wall);
         let mut state = self.state.lock();
         let called = if message.has(REPLY) { state.calls.get_mut(&message.about) } else { None };
+        let mut returned = None;
         let waker = match called {
             Some(call) => {
                 call.answer = Some(message);
                 call.waker.take()
             }
             None => {
-                state.unread.push_back(message);
+                let is_too_much = !message.has(REPLY) && state.unread.len() >= UNREAD_MAX;
+                if self.is_read && !is_too_much {
+                    state.unread.push_back(message);
+                } else {
+                    returned = Some(message);
+                }
                 None
             }
         };
@@ -237,6 +247,7 @@ impl PortShared {
         if let Some(waker) = waker {
             waker.wake();
         }
+        returned
     }
 
     /// Has everybody look whether what they wait for can still come.

@@ -89,9 +89,12 @@ impl Inner {
                 if message.has(FAULT) {
                     self.note_fault(&message);
                 }
-                match ports.get(&to.index()).filter(|_| to.is_host()) {
+                let unread = match ports.get(&to.index()).filter(|_| to.is_host()) {
                     Some(port) => port.deliver(message, wall),
-                    None => self.keep_unclaimed(message),
+                    None => Some(message),
+                };
+                if let Some(unread) = unread {
+                    self.keep_unclaimed(unread);
                 }
             }
             if taken == 0 {
@@ -105,7 +108,7 @@ impl Inner {
         }
     }
 
-    /// A message for a port that is not there.
+    /// A message for a port that is not there, or that nobody reads.
     pub(super) fn keep_unclaimed(&self, message: Message) {
         if message.has(FAULT) {
             self.dead.lock().put(message);
