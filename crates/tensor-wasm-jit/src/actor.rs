@@ -178,7 +178,8 @@ pub struct ActorImage {
 }
 
 impl Program<'_> {
-    /// Compiles a handler, to be called by so many work items together: one, or a multiple of 32.
+    /// Compiles a handler, to be called by so many work items together: one, or a multiple of 32. More than one were
+    /// seen to work in the emulator only.
     pub fn compile_actor(&self, handler: &str, items: u32) -> Result<ActorImage, Refusal> {
         self.built(handler, &[true; 3])?.compile_actor(items)
     }

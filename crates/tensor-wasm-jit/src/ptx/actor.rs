@@ -194,6 +194,7 @@ impl PtxEmitter<'_> {
         let numbers = [
             ("area", self.area_at()),
             ("items", items),
+            ("area_words", area::BYTES / 4),
             ("handler_items", handler.items),
             // Where a message comes from.
             ("nothing", 0),
